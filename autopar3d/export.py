@@ -1,0 +1,259 @@
+"""Runs `torch.export` on a model: what `passes.trace` builds a `Program` from.
+
+Export is used non-strict: the model's Python runs, on fake tensors. Around it this file keeps the model as
+it was, hands the output's tensors over flat, puts right or refuses what export would get silently wrong,
+and turns every failure into a `TraceError` that has the user's line and a reason in plain words.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import re
+import traceback
+import warnings
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.function import BackwardCFunction
+from torch.export import ExportedProgram
+from torch.fx import GraphModule
+from torch.utils._pytree import TreeSpec
+
+from autopar3d.errors import TraceError
+from autopar3d.pytrees import flatten_output
+
+PREFIX = "model."
+"""What export's names of the model's parameters, buffers and modules begin with: the model is wrapped."""
+
+
+@dataclass
+class Recording:
+    """One exported call."""
+
+    program: ExportedProgram
+    """Of the model wrapped so that it returns the output's tensors as a flat tuple."""
+    outputs: list[tuple[str, Any]]
+    """Path and value of every leaf of the output, a tensor's value being `TENSOR`."""
+    out_spec: TreeSpec
+
+
+TENSOR = object()
+"""Stands for a tensor among `Recording.outputs`: the next one of those the program returns."""
+
+
+def export(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Recording:
+    """Export `model(*args, **kwargs)` to a functional graph of aten ops, leaving the model as it was.
+
+    Raises:
+        TraceError: export failed, or would have dropped a gradient.
+    """
+    wrapped = _Flat(model)
+    with _left_as_it_was(model), torch.enable_grad(), warnings.catch_warnings():
+        # torch warns of its own deprecated names, and of plain tensor attributes, which trace treats itself.
+        warnings.simplefilter("ignore")
+        try:
+            program = torch.export.export(wrapped, args, kwargs, strict=False)
+            _detach_no_grad_regions(program.graph_module)
+            # An empty table decomposes nothing that autograd can treat whole, but makes the graph functional.
+            program = program.run_decompositions({})
+        except TraceError:
+            raise
+        except Exception as error:
+            raise TraceError(_explain(error, model)) from error
+    assert wrapped.seen.spec is not None
+    return Recording(program, wrapped.seen.outputs, wrapped.seen.spec)
+
+
+def own_frames(stack_trace: str | None) -> str:
+    """A recorded stack trace without this file's frames and those of generated code."""
+    frames = re.split(r'(?=^ *File ")', stack_trace or "", flags=re.MULTILINE)
+    return "".join(f for f in frames if f'"{__file__}"' not in f and '"<eval_with_key>' not in f)
+
+
+@dataclass
+class _Seen:
+    outputs: list[tuple[str, Any]] = field(default_factory=list)
+    spec: TreeSpec | None = None
+
+
+class _Flat(nn.Module):
+    """The model, returning its output's tensors as a flat tuple; `seen` keeps what a tuple cannot say."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+        self.seen = seen = _Seen()
+
+        @functools.wraps(model.forward)  # export names the placeholders after this signature
+        def forward(*args: Any, **kwargs: Any) -> tuple[Tensor, ...]:
+            before = dict(model.named_buffers())
+            output = model(*args, **kwargs)
+            _write_back(model, before)
+            leaves, spec = flatten_output(output)
+            tensors = tuple(leaf for _, leaf in leaves if isinstance(leaf, Tensor))
+            if not tensors:
+                raise TraceError(f"{type(model).__name__} returns no tensor, so there is nothing to compute")
+            _refuse_custom_functions(tensors)
+            # The fake tensors themselves must not outlive the trace.
+            seen.outputs = [(path, TENSOR if isinstance(leaf, Tensor) else leaf) for path, leaf in leaves]
+            seen.spec = spec
+            return tensors
+
+        self.forward = forward
+
+
+def _write_back(model: nn.Module, before: dict[str, Tensor]) -> None:
+    """Turn `self.buffer = new`, which export drops, into `self.buffer.copy_(new)`, which it records."""
+    for name, new in list(model.named_buffers()):
+        old = before.get(name)
+        if old is None or old is new:
+            continue
+        if old.shape != new.shape or old.dtype != new.dtype:
+            raise TraceError(
+                f"forward replaces buffer {name} of {tuple(old.shape)} {old.dtype} by {tuple(new.shape)} "
+                f"{new.dtype}; a buffer must keep its shape and dtype"
+            )
+        path, _, attribute = name.rpartition(".")
+        old.copy_(new)
+        setattr(model.get_submodule(path), attribute, old)
+
+
+def _refuse_custom_functions(tensors: tuple[Tensor, ...]) -> None:
+    """Raise if a custom `autograd.Function` lies behind an output: export records its forward only."""
+    nodes: list[Any] = [t.grad_fn for t in tensors]
+    visited = set()
+    while nodes:
+        node = nodes.pop()
+        if node is None or node in visited:
+            continue
+        visited.add(node)
+        if isinstance(node, BackwardCFunction):
+            name = type(node).__name__.removesuffix("Backward")
+            way_out = "write it with differentiable torch ops"
+            if name == "CheckpointFunction":
+                way_out = "call checkpoint with use_reentrant=False"
+            raise TraceError(
+                f"the model uses the custom torch.autograd.Function {name}, whose backward torch.export "
+                f"drops, so that gradients would be wrong; {way_out}"
+            )
+        nodes.extend(child for child, _ in node.next_functions)
+
+
+def _detach_no_grad_regions(graph_module: GraphModule) -> None:
+    """Detach what `torch.no_grad()` regions compute: making the graph functional inlines them, mode
+    forgotten.
+
+    Works in place, on the graph of a fresh export, which nobody else holds. A region is a call of a
+    submodule; it may stand in the body of another one, or of autocast's.
+    """
+    for module in list(graph_module.modules()):
+        if not isinstance(module, GraphModule):
+            continue
+        for enabled, body in _grad_regions(module):
+            if not enabled:
+                if any(again for inner in body.modules() for again, _ in _grad_regions(inner)):
+                    raise TraceError(
+                        "forward uses torch.enable_grad() inside torch.no_grad(): take them apart"
+                    )
+                _detach_outputs(body)
+
+
+def _grad_regions(module: nn.Module) -> Iterator[tuple[bool, GraphModule]]:
+    """The mode and the body of every `torch.set_grad_enabled` region that a graph calls."""
+    if isinstance(module, GraphModule):
+        region = torch.ops.higher_order.wrap_with_set_grad_enabled
+        for node in module.graph.find_nodes(op="call_function", target=region):
+            args: Any = node.args  # the mode, the body's attribute, and what the body takes
+            body = module.get_submodule(args[1].target)
+            assert isinstance(body, GraphModule)
+            yield args[0], body
+
+
+def _detach_outputs(body: GraphModule) -> None:
+    output = body.graph.output_node()
+    values: Any = output.args[0]
+    with body.graph.inserting_before(output):
+        detached = []
+        for value in values:
+            detached.append(body.graph.call_function(torch.ops.aten.detach.default, (value,)))
+            detached[-1].meta = dict(value.meta)
+    output.args = (tuple(detached),)
+    body.recompile()
+
+
+@contextlib.contextmanager
+def _left_as_it_was(model: nn.Module) -> Iterator[None]:
+    """Undo what forward does to the modules' attributes: what a trace computes is fake and must not stay."""
+    kept = [(vars(module), {k: (v, _copy(v)) for k, v in vars(module).items()}) for module in model.modules()]
+    try:
+        yield
+    finally:
+        for attributes, saved in kept:
+            for name in [name for name in attributes if name not in saved]:
+                del attributes[name]
+            for name, (value, contents) in saved.items():
+                attributes[name] = value
+                if isinstance(value, list):
+                    value[:] = contents
+                elif isinstance(value, dict):
+                    value.clear()
+                    value.update(contents)
+
+
+def _copy(value: Any) -> Any:
+    if isinstance(value, list):
+        return list(value)
+    return dict(value) if isinstance(value, dict) else None
+
+
+# What an exception's class or message says, and what it means to the user. The first that is found counts.
+_REASONS: tuple[tuple[str, str], ...] = (
+    (
+        r"GuardOnDataDependent|DataDependentOutput|DynamicOutputShape",
+        "the model's Python depends on a tensor's values here (an `if`, a loop, int(), bool(), .tolist()), "
+        "and one graph must serve every batch. Use torch.where, or decide before the call and pass a Python "
+        "value",
+    ),
+    (
+        r"Constant (?:model\.)?(\S+) is mutated in the forward",
+        r"forward changes the plain tensor attribute \1, whose new value would be lost. Make it a buffer: "
+        r"register_buffer",
+    ),
+    (
+        r"\.numpy\(\) is not supported",
+        "the model leaves torch here (.numpy()), and a graph can only hold tensor ops",
+    ),
+    (
+        r"found a fake tensor in the exported program constant's list",
+        "the model makes a tensor behind the tracer's back, as `.data` does. Use .detach() instead of .data",
+    ),
+)
+
+
+def _explain(error: Exception, model: nn.Module) -> str:
+    """One sentence on where and why the export failed."""
+    raised = f"{type(error).__name__}: {error}"
+    for pattern, reason in _REASONS:
+        match = re.search(pattern, raised)
+        if match:
+            what = match.expand(reason)
+            break
+    else:
+        what = f"its forward fails with {raised.strip().splitlines()[0]}"
+    return f"cannot trace {type(model).__name__}{_user_line(error)}: {what}"
+
+
+def _user_line(error: Exception) -> str:
+    """` at file.py:12 (the line)`: the innermost frame of the model's own code, where there is one."""
+    torch_root = Path(torch.__file__).parent
+    frames = traceback.extract_tb(error.__traceback__)
+    inside = [i for i, frame in enumerate(frames) if frame.filename == __file__]
+    for frame in reversed(frames[inside[-1] + 1 :] if inside else []):
+        if not frame.filename.startswith("<") and torch_root not in Path(frame.filename).parents:
+            return f" at {Path(frame.filename).name}:{frame.lineno} (`{frame.line}`)"
+    return ""

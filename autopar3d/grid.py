@@ -1,0 +1,147 @@
+"""The grid of devices: three named axes, and which ranks form a group along each.
+
+A `Grid` needs no process group: planning and simulation use its sizes only. `Grid.of` accepts what users pass as
+`grid=`: a `Grid`, three integers, or a 3-D `DeviceMesh`.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Union
+
+from .errors import GridError
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+
+AXES = ("x", "y", "z")
+
+GridLike = Union["Grid", Sequence[int], "DeviceMesh"]
+
+
+@dataclass(frozen=True)
+class Grid:
+    """`x * y * z` devices. Rank `r` sits at coordinates `(ix, iy, iz)` with `r = (ix * y + iy) * z + iz`.
+
+    Ranks that differ only in z are neighbours, so z is the axis that lies inside a node first.
+
+    Args:
+        x, y, z: axis sizes, each at least 1. Cubes are not required.
+        ranks: the global ranks in grid order, when they are not 0, 1, 2, ... (taken from a DeviceMesh).
+
+    Raises:
+        GridError: an axis is not a positive integer.
+    """
+
+    x: int
+    y: int
+    z: int
+    ranks: tuple[int, ...] = field(default=(), repr=False)
+
+    def __post_init__(self) -> None:
+        for name, size in zip(AXES, (self.x, self.y, self.z), strict=True):
+            if not isinstance(size, int) or isinstance(size, bool) or size < 1:
+                raise GridError(
+                    f"grid ({self.x}, {self.y}, {self.z}): axis {name} has size {size!r}; "
+                    "every axis needs a whole number of at least 1"
+                )
+        if self.ranks and len(self.ranks) != self.size:
+            raise GridError(f"grid {self} has {self.size} places but {len(self.ranks)} ranks were given")
+
+    @classmethod
+    def of(cls, grid: GridLike) -> Grid:
+        """Read any accepted form of `grid=`.
+
+        Raises:
+            GridError: not three sizes, an axis below 1, or a mesh that is not 3-D.
+        """
+        if isinstance(grid, Grid):
+            return grid
+        mesh: Any = getattr(grid, "mesh", None)
+        if mesh is not None:
+            if mesh.ndim != 3:
+                raise GridError(f"grid= got a DeviceMesh of shape {tuple(mesh.shape)}; it needs exactly 3 dimensions")
+            ranks = tuple(int(r) for r in mesh.flatten().tolist())
+            ordered = ranks == tuple(range(len(ranks)))
+            return cls(*(int(s) for s in mesh.shape), ranks=() if ordered else ranks)
+        try:
+            sizes = tuple(grid)  # type: ignore[arg-type]
+        except TypeError:
+            sizes = (grid,)
+        if len(sizes) != 3:
+            raise GridError(
+                f"grid {sizes} has {len(sizes)} entries; a grid is three sizes (x, y, z), "
+                "for instance (4, 2, 1): use 1 for an axis you do not need"
+            )
+        return cls(*sizes)
+
+    @property
+    def sizes(self) -> tuple[int, int, int]:
+        return (self.x, self.y, self.z)
+
+    @property
+    def size(self) -> int:
+        """Number of devices."""
+        return self.x * self.y * self.z
+
+    @property
+    def axes(self) -> tuple[str, ...]:
+        """Names of the axes with more than one place; the others never shard or communicate."""
+        return tuple(a for a in AXES if self.axis_size(a) > 1)
+
+    def axis_size(self, axis: str) -> int:
+        return self.sizes[AXES.index(axis)]
+
+    def extent(self, axes: Sequence[str]) -> int:
+        """Number of places along several axes together."""
+        return math.prod(self.axis_size(a) for a in axes)
+
+    def coordinates(self, index: int) -> dict[str, int]:
+        """Coordinates of the device at position `index` (not the global rank, when `ranks` reorders)."""
+        ix, rest = divmod(index, self.y * self.z)
+        iy, iz = divmod(rest, self.z)
+        return {"x": ix, "y": iy, "z": iz}
+
+    def groups(self, axis: str) -> list[tuple[int, ...]]:
+        """Positions that form a group along `axis`, each in coordinate order; every position is in one group."""
+        others = [a for a in AXES if a != axis]
+        found = []
+        for place in itertools.product(*(range(self.axis_size(a)) for a in others)):
+            fixed = dict(zip(others, place, strict=True))
+            found.append(tuple(self.index({**fixed, axis: i}) for i in range(self.axis_size(axis))))
+        return found
+
+    def index(self, coordinates: dict[str, int]) -> int:
+        return (coordinates["x"] * self.y + coordinates["y"]) * self.z + coordinates["z"]
+
+    def alias(self, axis: str) -> str:
+        """The group name that stands in emitted graphs: the same on every rank, and for `plan` and `simulate`.
+
+        (torch numbers the groups of a DeviceMesh differently on each rank, which would make graphs differ.)
+        """
+        suffix = "" if not self.ranks else "_" + "_".join(map(str, self.ranks))
+        return f"ap3d_{axis}_{self.x}x{self.y}x{self.z}{suffix}"
+
+    def check_world(self, world_size: int) -> None:
+        """Raise GridError when the grid does not have exactly `world_size` places."""
+        if self.size != world_size:
+            legal = ", ".join(str(g) for g in factorisations(world_size))
+            raise GridError(
+                f"grid ({self.x}, {self.y}, {self.z}) needs {self.x}*{self.y}*{self.z} = {self.size} ranks but the "
+                f"world size is {world_size}; start {self.size} ranks, or use one of: {legal}"
+            )
+
+    def __str__(self) -> str:
+        return f"({self.x}, {self.y}, {self.z})"
+
+
+def factorisations(world_size: int) -> Iterator[tuple[int, int, int]]:
+    """All ordered grids of `world_size` devices."""
+    for x in range(1, world_size + 1):
+        if world_size % x == 0:
+            for y in range(1, world_size // x + 1):
+                if (world_size // x) % y == 0:
+                    yield (x, y, world_size // x // y)

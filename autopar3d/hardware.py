@@ -1,0 +1,120 @@
+"""What the planner believes about a machine: compute rate, memory rate, and each axis's link."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import torch
+
+from .errors import PlanError
+from .grid import Grid
+
+
+@dataclass(frozen=True)
+class Link:
+    """One collective of n bytes sent takes `latency + n / bandwidth` seconds.
+
+    Args:
+        latency: seconds before the first byte.
+        bandwidth: bytes per second that a rank sends.
+    """
+
+    latency: float
+    bandwidth: float
+
+
+@dataclass(frozen=True)
+class Hardware:
+    """A machine profile.
+
+    Args:
+        name: how `hardware=` asks for it.
+        flops: achievable floating point operations per second of one device, by dtype name ("" is any other).
+        memory: bytes per second between the device and its memory.
+        node: the link between devices of one node.
+        network: the link between nodes.
+        node_size: devices per node.
+        source: where the numbers come from.
+    """
+
+    name: str
+    flops: dict[str, float] = field(hash=False)
+    memory: float
+    node: Link
+    network: Link
+    node_size: int
+    source: str = field(default="", compare=False)
+
+    def link(self, axis: str, grid: Grid) -> Link:
+        """The link an axis uses: inside a node when its whole group, in rank order, lies inside one."""
+        inner = grid.extent([a for a in ("x", "y", "z") if a >= axis])
+        return self.node if inner <= self.node_size else self.network
+
+    def rate(self, dtype: torch.dtype) -> float:
+        return self.flops.get(str(dtype).removeprefix("torch."), self.flops[""])
+
+
+PROFILES = {
+    p.name: p
+    for p in (
+        Hardware(
+            "cpu",
+            {"": 2.0e10, "float64": 1.0e10},
+            1.0e10,
+            Link(2.0e-4, 1.0e9),
+            Link(2.0e-4, 1.0e9),
+            1 << 30,
+            "order of magnitude of one core and gloo over loopback; `calibrate` measures the real machine (issue B)",
+        ),
+        Hardware(
+            "a100",
+            {"": 1.0e14, "bfloat16": 2.5e14, "float16": 2.5e14, "float32": 1.2e14, "float64": 1.5e13},
+            1.5e12,
+            Link(1.0e-5, 2.4e11),
+            Link(2.0e-5, 2.5e10),
+            8,
+            "NVIDIA A100 80GB datasheet (312 TFLOP/s bf16, 2.0 TB/s, NVLink 300 GB/s a direction), derated by 0.8",
+        ),
+        Hardware(
+            "h100",
+            {"": 2.5e14, "bfloat16": 7.0e14, "float16": 7.0e14, "float32": 3.0e14, "float64": 5.0e13},
+            2.7e12,
+            Link(1.0e-5, 3.6e11),
+            Link(2.0e-5, 5.0e10),
+            8,
+            "NVIDIA H100 SXM datasheet (989 TFLOP/s bf16, 3.35 TB/s, NVLink 450 GB/s a direction), derated by 0.8",
+        ),
+        Hardware(
+            "v100",
+            {"": 1.2e13, "bfloat16": 1.2e13, "float16": 9.0e13, "float32": 1.2e13, "float64": 6.0e12},
+            7.2e11,
+            Link(1.0e-5, 1.2e11),
+            Link(2.0e-5, 1.2e10),
+            4,
+            "NVIDIA V100 SXM2 datasheet (15.7 TFLOP/s fp32, 125 fp16, 900 GB/s, NVLink 150 GB/s), derated by 0.8",
+        ),
+        Hardware(
+            "bandwidth",
+            {"": float("inf")},
+            float("inf"),
+            Link(0.0, 1.0e9),
+            Link(0.0, 1.0e9),
+            1 << 30,
+            "a machine whose only cost is bytes, 1 GB/s everywhere",
+        ),
+    )
+}
+
+
+def resolve(hardware: Hardware | str | None, device: torch.device) -> Hardware:
+    """The profile asked for, or the default of a device type (the same on every rank).
+
+    Raises:
+        PlanError: an unknown name.
+    """
+    if isinstance(hardware, Hardware):
+        return hardware
+    name = hardware or ("h100" if device.type == "cuda" else "cpu")
+    if name not in PROFILES:
+        raise PlanError(f"hardware={name!r} is not known; choose one of {', '.join(sorted(PROFILES))}")
+    return PROFILES[name]

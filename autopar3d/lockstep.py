@@ -1,0 +1,116 @@
+"""Every rank of a grid in one process: a graph is run node by node, each node on all ranks before the next.
+
+Collectives become exchanges between list entries; everything else runs as on a real rank. The graphs are those that
+real ranks run, text for text.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.fx import GraphModule, Node
+from torch.fx.node import map_arg
+
+from .grid import AXES, Grid
+
+c10d = torch.ops._c10d_functional
+
+
+def run_lockstep(module: GraphModule, grid: Grid, arguments: Sequence[Sequence[Any]]) -> list[tuple[Any, ...]]:
+    """Run an emitted graph on every rank.
+
+    Args:
+        arguments: `arguments[i][rank]` is placeholder i on a rank.
+
+    Returns:
+        the outputs of each rank.
+    """
+    ranks = range(grid.size)
+    values: dict[Node, list[Any]] = {}
+    given = iter(arguments)
+    last_use = _last_uses(module)
+    for node in module.graph.nodes:
+        if node.op == "placeholder":
+            values[node] = list(next(given))
+        elif node.op == "output":
+            return [tuple(map_arg(node.args[0], lambda n, r=r: values[n][r])) for r in ranks]
+        else:
+            args = [map_arg(node.args, lambda n, r=r: values[n][r]) for r in ranks]
+            if node.target in _COLLECTIVES:
+                values[node] = _COLLECTIVES[node.target](grid, args)
+            elif node.target is c10d.wait_tensor.default:
+                values[node] = [a[0] for a in args]
+            elif node.target is torch.ops.autopar3d.axis_index.default:
+                axis = _axis(grid, args[0][0])
+                values[node] = [torch.tensor([grid.coordinates(r)[axis]], device=args[0][1]) for r in ranks]
+            else:
+                kwargs = [map_arg(node.kwargs, lambda n, r=r: values[n][r]) for r in ranks]
+                values[node] = [node.target(*a, **k) for a, k in zip(args, kwargs, strict=True)]
+        for dead in last_use.get(node, ()):
+            del values[dead]
+    raise AssertionError("a graph without an output")
+
+
+def _last_uses(module: GraphModule) -> dict[Node, list[Node]]:
+    seen: set[Node] = set()
+    last: dict[Node, list[Node]] = {}
+    for node in reversed(module.graph.nodes):
+        for used in node.all_input_nodes:
+            if used not in seen:
+                seen.add(used)
+                last.setdefault(node, []).append(used)
+    return last
+
+
+def _axis(grid: Grid, alias: str) -> str:
+    return next(a for a in AXES if grid.alias(a) == alias)
+
+
+def _per_group(exchange: Any) -> Any:
+    """Lift a function of one group's arguments, in coordinate order, to all ranks."""
+
+    def run(grid: Grid, args: Sequence[Sequence[Any]]) -> list[Any]:
+        out: list[Any] = [None] * grid.size
+        for group in grid.groups(_axis(grid, args[0][-1])):
+            for rank, value in zip(group, exchange([args[r] for r in group]), strict=True):
+                out[rank] = value
+        return out
+
+    return run
+
+
+def _all_gather(args: list[Any]) -> list[Tensor]:
+    whole = torch.cat([a[0] for a in args])
+    return [whole.clone() for _ in args]
+
+
+def _combine(tensors: list[Tensor], op: str) -> Tensor:
+    total = tensors[0].clone()
+    for t in tensors[1:]:
+        total = torch.maximum(total, t) if op == "max" else torch.minimum(total, t) if op == "min" else total + t
+    return total
+
+
+def _reduce_scatter(args: list[Any]) -> list[Tensor]:
+    return [c.contiguous() for c in _combine([a[0] for a in args], args[0][1]).chunk(len(args))]
+
+
+def _all_reduce(args: list[Any]) -> list[Tensor]:
+    total = _combine([a[0] for a in args], args[0][1])
+    return [total.clone() for _ in args]
+
+
+def _all_to_all(args: list[Any]) -> list[Tensor]:
+    parts = [a[0].split(list(a[2])) for a in args]
+    return [torch.cat([p[i] for p in parts]) for i in range(len(args))]
+
+
+_COLLECTIVES = {
+    c10d.all_gather_into_tensor.default: _per_group(_all_gather),
+    c10d.reduce_scatter_tensor.default: _per_group(_reduce_scatter),
+    c10d.all_reduce.default: _per_group(_all_reduce),
+    c10d.all_to_all_single.default: _per_group(_all_to_all),
+}

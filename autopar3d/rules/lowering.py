@@ -1,0 +1,123 @@
+"""What lowerings share: sums over several axes, where a shard's elements sit in the whole, arguments by name."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..collectives import axis_index, reduce, reduce_max
+from .core import Exchange, LocalOp, Lowered
+
+Groups = Sequence[tuple[str, int]]  # (group name, size), outer axis first
+Pieces = Sequence[tuple[int, Groups]]  # a factor as finer ones, outer first: (global length, the axes over it)
+
+
+# -- in the local program ---------------------------------------------------------------------------------------------
+
+
+def psum(x: Tensor, groups: Groups, varying: bool) -> Tensor:
+    """Sum over the axes; `varying`: what reads it differs along them, so its gradient is summed as well."""
+    for name, _ in groups:
+        x = reduce(x, name, varying)
+    return x
+
+
+def pmax(x: Tensor, groups: Groups) -> Tensor:
+    """Largest value over the axes (no gradient)."""
+    x = x.detach()
+    for name, _ in groups:
+        x = reduce_max(x, name)
+    return x
+
+
+def _start(length: int, groups: Groups, device: torch.device) -> tuple[Tensor | int, int]:
+    """(first element, number of elements) of this rank's chunk of a factor."""
+    chunk: Tensor | int = 0
+    for name, size in groups:
+        chunk = chunk * size + axis_index(name, device)
+        length //= size
+    return chunk * length, length
+
+
+def positions(pieces: Pieces, device: torch.device) -> Tensor:
+    """The global index of every local element of a factor, ascending."""
+    found = torch.zeros([1], dtype=torch.int64, device=device)
+    for length, groups in pieces:
+        start, n = _start(length, groups, device)
+        digit = torch.arange(n, device=device) + start
+        found = (found[:, None] * length + digit).reshape(-1)
+    return found
+
+
+def locate(index: Tensor, pieces: Pieces) -> tuple[Tensor, Tensor]:
+    """For global indices into a factor: (local index, is it here?). Where it is not here the local index is 0."""
+    stride = 1
+    here = torch.ones_like(index, dtype=torch.bool)
+    local, width = torch.zeros_like(index), 1
+    for length, groups in reversed(pieces):
+        start, n = _start(length, groups, index.device)
+        digit = torch.div(index, stride, rounding_mode="floor") % length - start
+        here = here & (digit >= 0) & (digit < n)
+        local = local + digit * width
+        stride, width = stride * length, width * n
+    return torch.where(here, local, torch.zeros_like(local)), here
+
+
+def widen(x: Tensor) -> Tensor:
+    """Half precision is summed in fp32, as torch's own kernels do."""
+    return x.float() if x.dtype in (torch.float16, torch.bfloat16) else x
+
+
+# -- for building it --------------------------------------------------------------------------------------------------
+
+
+def pieces_of(op: LocalOp, factor: str) -> list[tuple[int, list[tuple[str, int]]]]:
+    """A factor's pieces as plain arguments for `positions` and `locate`."""
+    grid = op.grid
+    return [
+        (op.spec.sizes[f], [(grid.alias(a), grid.axis_size(a)) for a in op.axes_of.get(f, ())])
+        for f in op.pieces(factor)
+    ]
+
+
+def given(op: LocalOp, name: str) -> Any:
+    """An argument of the local op by its schema name; tensors are the local operands."""
+    for i, arg in enumerate(op.node.target._schema.arguments):  # type: ignore[union-attr]
+        if arg.name == name:
+            if name in op.kwargs:
+                return op.kwargs[name]
+            return op.args[i] if i < len(op.args) else arg.default_value
+    return None
+
+
+def again(op: LocalOp, **changes: Any) -> Lowered:
+    """The op itself on local operands, with some arguments changed."""
+    args: list[Any] = []
+    kwargs: dict[str, Any] = {}
+    keep = 0  # trailing arguments at their defaults are left out
+    for arg in op.node.target._schema.arguments:  # type: ignore[union-attr]
+        value = changes[arg.name] if arg.name in changes else given(op, arg.name)
+        default = arg.has_default_value() and _same(value, arg.default_value)
+        if not arg.kwarg_only:
+            args.append(value)
+            keep = keep if default else len(args)
+        elif not default or arg.name in op.kwargs:
+            kwargs[arg.name] = value
+    return op.node.target, tuple(args[:keep]), kwargs
+
+
+def _same(a: Any, b: Any) -> bool:
+    return type(a) is type(b) and not isinstance(a, Tensor) and bool(a == b)
+
+
+def all_reduces(op: LocalOp, factors: Sequence[str], elements: float, forward: int = 1, backward: int = 0) -> list[Exchange]:
+    """`forward` and `backward` all_reduces over every axis of some factors.
+
+    Backward ones run when the op's first operand needs a gradient; the planner knows whether it does.
+    """
+    axes = op.axes(*factors)
+    ahead = [Exchange("all_reduce", a, elements) for a in axes for _ in range(forward)]
+    return ahead + [Exchange("all_reduce", a, elements, "backward") for a in axes for _ in range(backward)]

@@ -1,0 +1,96 @@
+"""Elementwise ops. Any op that torch itself tags as pointwise gets its rule here, so there is no list to keep."""
+
+from __future__ import annotations
+
+import torch
+from torch.fx import Node
+
+from .core import RULES, Dims, OpRule, OpSpec, argument, operands, results
+
+aten = torch.ops.aten
+
+# f(a + b) = f(a) + f(b) in every tensor operand together: partial sums pass through.
+_ADDITIVE = {aten.add.Tensor, aten.sub.Tensor, aten.neg.default, aten.clone.default, aten.alias.default}
+# Linear in the first operand when the second is a number.
+_SCALING = {aten.mul.Tensor, aten.div.Tensor, aten.mul.Scalar, aten.div.Scalar}
+# Elementwise without torch's tag.
+_MORE = (
+    aten.clone.default,
+    aten.alias.default,
+    aten.detach.default,
+    aten.contiguous.default,
+    aten.lift_fresh_copy.default,
+    aten._to_copy.default,
+    aten.to.dtype,
+    aten.to.dtype_layout,
+    aten.to.device,
+    aten.type_as.default,
+    aten.dropout.default,
+    aten.native_dropout.default,
+    aten.where.self,
+    aten.where.ScalarSelf,
+    aten.where.ScalarOther,
+    aten.where.Scalar,
+    aten.masked_fill.Scalar,
+    aten.masked_fill.Tensor,
+    aten.zeros_like.default,
+    aten.ones_like.default,
+    aten.empty_like.default,
+    aten.full_like.default,
+    aten.isnan.default,
+    aten.isinf.default,
+    aten.isfinite.default,
+    aten.prelu.default,
+    aten.silu.default,
+    aten.gelu.default,
+    aten.mish.default,
+    aten.selu.default,
+    aten.relu6.default,
+    aten.logical_and.default,
+    aten.logical_or.default,
+    aten.logical_not.default,
+    aten.__and__.Tensor,
+    aten.__or__.Tensor,
+)
+
+
+def broadcast_dims(tensor: torch.Tensor, out: torch.Tensor) -> Dims:
+    """Factors of an operand that broadcasts to `out`, whose dim i is factor `d{i}`."""
+    lead = out.dim() - tensor.dim()
+    return tuple(
+        () if int(n) == 1 else (f"d{lead + i}",) for i, n in enumerate(tensor.shape)
+    )
+
+
+def pointwise(node: Node) -> OpSpec:
+    """each result element depends on the operands' elements at its place (operands broadcast)"""
+    out = results(node)[0]
+    sizes = {f"d{i}": int(n) for i, n in enumerate(out.shape)}
+    tensors = [o.meta["val"] for o in operands(node)]
+    inputs = tuple(broadcast_dims(t, out) for t in tensors)
+    output = broadcast_dims(out, out)
+    return OpSpec(sizes, inputs, (output,) * len(results(node)), linear=_is_linear(node, tensors))
+
+
+def _is_linear(node: Node, tensors: list[torch.Tensor]) -> bool:
+    out = results(node)[0]
+    if not out.dtype.is_floating_point or any(t.dtype != out.dtype or t.shape != out.shape for t in tensors):
+        return False
+    if node.target in _SCALING:
+        return len(tensors) == 1
+    if node.target in (aten.add.Tensor, aten.sub.Tensor):
+        return len(tensors) == 2 and argument(node, "alpha", 1) is not None
+    return node.target in _ADDITIVE
+
+
+POINTWISE = OpRule(pointwise, pointwise.__doc__ or "")
+for _op in _MORE:
+    RULES[_op] = POINTWISE
+
+
+def rule_for(target: object) -> OpRule | None:
+    """The rule of an op: its own line, or the pointwise rule when torch tags the op so."""
+    own = RULES.get(target)
+    if own is None and isinstance(target, torch._ops.OpOverload) and torch.Tag.pointwise in target.tags:
+        return POINTWISE
+    return own

@@ -1,0 +1,67 @@
+"""Which operands an op's backward needs: asked of autograd itself, on meta tensors, once per kind of op."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch.fx import Node
+from torch.fx.node import map_arg
+from torch.utils._pytree import tree_leaves
+
+from .rules import operands
+
+_cache: dict[Any, frozenset[int]] = {}
+
+
+def saved_operands(node: Node, grads: tuple[bool, ...]) -> frozenset[int]:
+    """Numbers of the operands that autograd saves for the backward of this op; `grads`: which have a gradient."""
+    if not any(grads):
+        return frozenset()
+    key = (node.target, grads, _signature(node.args), _signature(node.kwargs))
+    if key not in _cache:
+        _cache[key] = _probe(node, grads)
+    return _cache[key]
+
+
+def _signature(x: Any) -> str:
+    def show(n: Any) -> Any:
+        val = n.meta["val"]
+        return f"{val.dtype}{tuple(val.shape)}" if isinstance(val, torch.Tensor) else str(val)
+
+    return str(map_arg(x, show))
+
+
+def _probe(node: Node, grads: tuple[bool, ...]) -> frozenset[int]:
+    metas: dict[Node, torch.Tensor] = {}
+    for operand, grad in zip(operands(node), grads, strict=True):
+        val = operand.meta["val"]
+        if operand not in metas:
+            empty = torch.empty_strided(tuple(val.shape), val.stride(), dtype=val.dtype, device="meta")
+            metas[operand] = empty.requires_grad_(grad)
+    saved: set[int] = set()
+
+    def pack(t: torch.Tensor) -> torch.Tensor:
+        saved.add(t.untyped_storage()._cdata)
+        return t
+
+    args, kwargs = map_arg((node.args, dict(node.kwargs)), lambda n: metas.get(n, n.meta["val"]))
+    kwargs = {k: torch.device("meta") if k == "device" else v for k, v in kwargs.items()}
+    try:
+        with torch.enable_grad(), torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
+            out = node.target(*args, **kwargs)  # type: ignore[operator]
+    except (RuntimeError, NotImplementedError):
+        # No meta kernel: assume the worst, as a wrong "no" would make the plan's bytes too small.
+        return frozenset(i for i, o in enumerate(operands(node)) if o.meta["val"].is_floating_point())
+    del out
+    return frozenset(i for i, o in enumerate(operands(node)) if metas[o].untyped_storage()._cdata in saved)
+
+
+def is_view(node: Node) -> bool:
+    """Whether the result of the op shares its first operand's memory (so that saving one is saving the other)."""
+    tensors = operands(node)
+    if not tensors or not isinstance(node.target, torch._ops.OpOverload):
+        return False
+    first = tensors[0].meta["val"]
+    leaves = [t for t in tree_leaves(node.meta["val"]) if isinstance(t, torch.Tensor)]
+    return any(t.untyped_storage()._cdata == first.untyped_storage()._cdata for t in leaves)

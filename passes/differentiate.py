@@ -1,0 +1,320 @@
+"""differentiate: a `LocalProgram` -> its forward and backward graphs, as plain aten and functional collectives.
+
+The local program is run once on fake tensors while autograd records and `make_fx` traces, forward and backward in one
+graph; ops need no backward rules. The joint graph is then cut in two. What the backward reads of the forward is saved,
+with three exceptions, which the backward computes again: views (their memory is saved anyway), gathers that the
+`regather` option drops, with the local reordering that follows them, and `axis_index`. So only shards are saved. (This
+is autograd's own choice of what to keep, as the eager backend wants it: recomputing elementwise ops pays only where a
+compiler fuses them.)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx import Graph, GraphModule, Interpreter, Node
+from torch.fx.experimental.proxy_tensor import get_proxy_mode, make_fx
+
+
+from .rewrite import LocalProgram
+
+aten = torch.ops.aten
+c10d = torch.ops._c10d_functional
+
+# Keys that a traced node takes over from the local program's node.
+_KEPT = ("stack_trace", "nn_module_stack")
+
+
+@dataclass(frozen=True)
+class Differentiated:
+    """What runs.
+
+    Attributes:
+        forward: takes the local arguments, returns (*results, *saved).
+        backward: takes (*saved, *tangents), returns the gradients; None when nothing has a gradient.
+        inference: takes the local arguments, returns the results only.
+        results: number of results.
+        tangents: numbers of the results whose gradients the backward takes.
+        gradients: numbers of the arguments whose gradients the backward returns, in order.
+    """
+
+    forward: GraphModule
+    backward: GraphModule | None
+    inference: GraphModule
+    results: int
+    tangents: tuple[int, ...]
+    gradients: tuple[int, ...]
+
+
+def differentiate(
+    local: LocalProgram,
+    values: Sequence[Tensor],
+    requires_grad: Sequence[bool],
+    *,
+    seeds: Sequence[int] | None = None,
+) -> Differentiated:
+    """Trace and cut.
+
+    Args:
+        values: one (fake or meta) tensor per argument, of its global shape; dtype and device are read from it.
+        requires_grad: per argument, whether its gradient is wanted.
+        seeds: numbers of the results from which gradients flow; all that have one by default.
+    """
+    joint = _Joint(local, values, requires_grad, seeds)
+    joint.trace()
+    return _Cut(joint).split()
+
+
+class _Recorder(Interpreter):
+    """Runs the local program and writes down which traced nodes each of its nodes made."""
+
+    def __init__(self, module: GraphModule, joint: _Joint) -> None:
+        super().__init__(module, garbage_collect_values=False)
+        self.joint = joint
+
+    def run_node(self, n: Node) -> Any:
+        start = self.joint.position()
+        out = super().run_node(n)
+        if n.op == "call_function":
+            self.joint.forward_ranges.append((start, self.joint.position(), n))
+            for t in out if isinstance(out, (tuple, list)) else [out]:
+                if isinstance(t, Tensor) and t.grad_fn is not None:
+                    t.grad_fn.register_prehook(lambda grads, n=n: self.joint.backward_marks.append((self.joint.position(), n)))
+        return out
+
+
+class _Joint:
+    def __init__(
+        self,
+        local: LocalProgram,
+        values: Sequence[Tensor],
+        requires_grad: Sequence[bool],
+        seeds: Sequence[int] | None,
+    ) -> None:
+        self.local, self.values, self.requires_grad, self.seeds = local, values, requires_grad, seeds
+        self.forward_ranges: list[tuple[int, int, Node]] = []
+        self.backward_marks: list[tuple[int, Node]] = []
+        self.boundary = 0
+        self.tangents: list[int] = []
+        self.gradients: list[int] = []
+        self.results = 0
+        self.graph: Graph
+
+    def position(self) -> int:
+        """How many nodes have been traced so far."""
+        mode = get_proxy_mode()
+        assert mode is not None
+        return len(mode.tracer.graph.nodes)
+
+    def trace(self) -> None:
+        placeholders = [n for n in self.local.graph.graph.nodes if n.op == "placeholder"]
+        mode = FakeTensorMode()
+        with mode:
+            inputs = [
+                torch.empty(n.meta["shape"], dtype=v.dtype, device=v.device, requires_grad=g)
+                for n, v, g in zip(placeholders, self.values, self.requires_grad, strict=True)
+            ]
+            with torch.no_grad():
+                outs = Interpreter(self.local.graph).run(*inputs)
+            tangents = [torch.empty_like(o, requires_grad=False) for o in outs]
+            # Tracing twice is cheap beside what it saves: the tangents' shapes are known before the trace.
+            self.graph = make_fx(lambda i, t: self._run(i, t))(inputs, tangents).graph  # fx counts a method's self
+
+    def _run(self, inputs: list[Tensor], tangents: list[Tensor]) -> Any:
+        with torch.enable_grad():
+            outs = list(_Recorder(self.local.graph, self).run(*inputs))
+            self.results = len(outs)
+            self.boundary = self.position()
+            wanted = range(len(outs)) if self.seeds is None else self.seeds
+            self.tangents = [i for i in wanted if outs[i].requires_grad]
+            sources = [x for x, g in zip(inputs, self.requires_grad, strict=True) if g]
+            grads: list[Tensor | None] = [None] * len(sources)
+            if self.tangents and sources:
+                grads = list(
+                    torch.autograd.grad(
+                        [outs[i] for i in self.tangents],
+                        sources,
+                        [tangents[i] for i in self.tangents],
+                        allow_unused=True,
+                    )
+                )
+        numbers = [i for i, g in enumerate(self.requires_grad) if g]
+        self.gradients = [i for i, g in zip(numbers, grads, strict=True) if g is not None]
+        return [*outs, *(g for g in grads if g is not None)]
+
+
+class _Cut:
+    def __init__(self, joint: _Joint) -> None:
+        self.joint = joint
+        self.nodes = list(joint.graph.nodes)
+        self.placeholders = [n for n in self.nodes if n.op == "placeholder"]
+        arguments = len(joint.values)
+        self.arguments, self.tangent_nodes = self.placeholders[:arguments], self.placeholders[arguments:]
+        flat = list(self.nodes[-1].args[0])  # type: ignore[arg-type]
+        self.outs, self.grads = flat[: joint.results], flat[joint.results :]
+        self.is_forward = {n: i < joint.boundary for i, n in enumerate(self.nodes)}
+        self.repeatable: set[Node] = set()
+        self._annotate()
+
+    def _annotate(self) -> None:
+        """Module paths and source lines on every node, and the marks of what may be computed again."""
+        for start, end, origin in self.joint.forward_ranges:
+            dropping = False
+            for node in self.nodes[start:end]:
+                node.meta.update({k: origin.meta[k] for k in _KEPT if k in origin.meta})
+                dropping |= node.target is c10d.all_gather_into_tensor.default and origin.meta.get("regather", False)
+                if dropping or _is_free(node):
+                    self.repeatable.add(node)
+        marks = self.joint.backward_marks
+        bounds = [*(m for m, _ in marks), len(self.nodes)]
+        for (start, origin), end in zip(marks, bounds[1:], strict=True):
+            for node in self.nodes[start:end]:
+                node.meta.update({k: origin.meta[k] for k in _KEPT if k in origin.meta})
+
+    def split(self) -> Differentiated:
+        backward = Graph()
+        saved: dict[Node, Node] = {}
+        copied: dict[Node, Node] = {}
+        tangents = [self.tangent_nodes[i] for i in self.joint.tangents]
+        live = self._live(self.grads)
+        body = [n for n in self.nodes if not self.is_forward[n] and n in live and n.op == "call_function"]
+        # First find what is saved: placeholders come before everything else.
+        for node in body:
+            for source in node.all_input_nodes:
+                self._find(source, saved)
+        for grad in self.grads:
+            self._find(grad, saved)
+        for node in saved:
+            copied[node] = _placeholder(backward, node.name, node)
+        for i, node in zip(self.joint.tangents, tangents, strict=True):
+            copied[node] = _placeholder(backward, f"tangent_{i}", node)
+        for node in [*body, *self.grads]:
+            self._copy(node, backward, copied)
+        backward.output(tuple(copied[g] for g in self.grads))
+
+        forward = self._forward([*self.outs, *saved])
+        inference = self._forward(self.outs)
+        return Differentiated(
+            forward,
+            _finish(backward) if self.grads else None,
+            inference,
+            self.joint.results,
+            tuple(self.joint.tangents),
+            tuple(self.joint.gradients),
+        )
+
+    def _live(self, outputs: list[Node]) -> set[Node]:
+        live, todo = set(), list(outputs)
+        while todo:
+            node = todo.pop()
+            if node not in live:
+                live.add(node)
+                todo += node.all_input_nodes
+        return live
+
+    def _find(self, node: Node, saved: dict[Node, Node]) -> None:
+        """What must be saved so that the backward has `node`."""
+        todo = [node]
+        while todo:
+            n = todo.pop()
+            if not self.is_forward[n] or n in self.tangent_nodes or n in saved:
+                continue
+            if n in self.repeatable and n.op == "call_function":
+                todo += n.all_input_nodes
+            else:
+                saved[n] = n
+
+    def _copy(self, node: Node, graph: Graph, copied: dict[Node, Node]) -> None:
+        """Copy a node into the backward, after whatever forward nodes it needs again."""
+        todo = [node]
+        while todo:
+            n = todo[-1]
+            missing = [m for m in n.all_input_nodes if m not in copied] if n not in copied else []
+            if missing:
+                todo += missing
+                continue
+            todo.pop()
+            if n not in copied:
+                copied[n] = graph.node_copy(n, lambda m: copied[m])
+
+    def _forward(self, outputs: list[Node]) -> GraphModule:
+        graph = Graph()
+        copied: dict[Node, Node] = {}
+        names = [n for n in self.joint.local.graph.graph.nodes if n.op == "placeholder"]
+        for node, named in zip(self.arguments, names, strict=True):
+            copied[node] = _placeholder(graph, named.name, node)
+        live = self._live(outputs)
+        for node in self.nodes:
+            if self.is_forward[node] and node in live and node.op == "call_function":
+                copied[node] = graph.node_copy(node, lambda m: copied[m])
+        graph.output(tuple(copied[n] for n in outputs))
+        return _finish(graph)
+
+
+def _placeholder(graph: Graph, name: str, like: Node) -> Node:
+    node = graph.placeholder(name)
+    node.target = node.name
+    node.meta = {k: v for k, v in like.meta.items() if k in ("val", *_KEPT)}
+    return node
+
+
+_VIEWS = {
+    aten.view.default,
+    aten._unsafe_view.default,
+    aten.reshape.default,
+    aten.t.default,
+    aten.transpose.int,
+    aten.permute.default,
+    aten.expand.default,
+    aten.unsqueeze.default,
+    aten.squeeze.default,
+    aten.squeeze.dim,
+    aten.squeeze.dims,
+    aten.slice.Tensor,
+    aten.select.int,
+    aten.alias.default,
+    aten.detach.default,
+    aten.split.Tensor,
+    aten.split_with_sizes.default,
+    aten.unbind.int,
+    aten.as_strided.default,
+    aten.view_as_real.default,
+    aten.view_as_complex.default,
+}
+
+
+def _is_free(node: Node) -> bool:
+    """Ops that cost nothing to repeat, so that their source is saved instead."""
+    import operator
+
+    if node.target is operator.getitem:
+        return node.args[0].target in _VIEWS  # type: ignore[union-attr]
+    return node.target in _VIEWS or node.target is torch.ops.autopar3d.axis_index.default
+
+
+def _finish(graph: Graph) -> GraphModule:
+    """Tidy a traced graph: strides may differ at run time from those traced, and one `axis_index` a group is enough."""
+    seen: dict[Any, Node] = {}
+    for node in list(graph.nodes):
+        if node.target in (aten.view.default, aten._unsafe_view.default):
+            node.target = aten.reshape.default
+        if node.target is torch.ops.autopar3d.axis_index.default:
+            first = seen.setdefault(node.args, node)
+            if first is not node:
+                node.replace_all_uses_with(first)
+                graph.erase_node(node)
+        elif node.target in (aten.detach.default, aten.alias.default):
+            node.replace_all_uses_with(node.args[0])  # type: ignore[arg-type]
+            graph.erase_node(node)
+    for node in graph.nodes:
+        kept = ("val", "tensor_meta", *_KEPT)
+        node.meta = {k: v for k, v in node.meta.items() if k in kept}
+    graph.lint()
+    return GraphModule(torch.nn.Module(), graph)
+
+

@@ -1,0 +1,429 @@
+"""propagate: a `Program` and a grid -> `Decisions`, a strategy for every op and a layout for every stored tensor.
+
+The objective is the predicted time of one step on one rank: compute of every op under its strategy, plus every change
+of layout in forward, its transpose in backward, and the gathers repeated for backward. It is a sum over the ops and the
+edges between them, minimised exactly wherever the graph folds (see `solver`).
+
+Vertices: every op on the way from a parameter to a result (its strategies); every parameter (its fully sharded
+layouts); and, for every value with several readers, the copy that they share (its placements), so that a gather for q,
+k and v is priced once, as it is emitted once. What depends on no parameter (masks, position tables, the inputs) is set
+aside: it is complete on every rank, from which a local slice is free, and afterwards it is computed sharded wherever
+all its readers agree.
+
+Left out of the space: a shared copy that is still a partial sum; and see `strategies.strategies`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any
+
+import numpy as np
+from torch.fx import Node
+
+from autopar3d.errors import PlanError
+from autopar3d.factors import Factors, ValueShape, is_getitem, producer
+from autopar3d.grid import Grid
+from autopar3d.hardware import Hardware
+from autopar3d.plan import Decisions
+from autopar3d.prices import price_table
+from autopar3d.program import Program
+from autopar3d.redistribute import State
+from autopar3d.rules import LocalOp, OpSpec, operands
+from autopar3d.saved import is_view, saved_operands
+from autopar3d.solver import Problem
+from autopar3d.strategies import Strategy, given, needed, states, strategies
+
+SCHEMES = ("auto", "3d", "2d", "1d", "zero3", "zero3x1d")
+REGATHER = ("all", "weights", "none")
+
+# Weight of memory against time: only ever decides between plans of equal time.
+_TIE = 1e-24
+
+
+def propagate(
+    program: Program,
+    grid: Grid,
+    hardware: Hardware,
+    *,
+    factors: Factors,
+    scheme: str = "auto",
+    regather: str = "all",
+    result_states: Callable[[int, ValueShape], list[State]],
+    pinned: Mapping[str, State] | None = None,
+) -> Decisions:
+    """Choose a strategy for every node.
+
+    Args:
+        factors: of `program.graph.graph`.
+        result_states: for result number i and its atoms, the placements in which it may leave.
+        pinned: placements of placeholders that are already decided (parameters on a second planning).
+
+    Raises:
+        PlanError: an unknown scheme or regather.
+    """
+    for name, value, known in (("scheme", scheme, SCHEMES), ("regather", regather, REGATHER)):
+        if value not in known:
+            raise PlanError(f"{name}={value!r} is not known; choose one of {', '.join(known)}")
+    return _Planner(program, grid, hardware, factors, scheme, regather, result_states, dict(pinned or {})).run()
+
+
+@dataclass(frozen=True)
+class Slot:
+    """One reading of a value: an operand of an op, or a result of the program (`operand` is then its number)."""
+
+    reader: Node | None
+    operand: int
+
+
+def gradients(program: Program) -> set[Node]:
+    """Nodes whose value has a gradient: floating point, and reached from a tensor that requires one."""
+    from torch import Tensor
+
+    requires = {a.node for a in program.arguments if a.requires_grad}
+    found: set[Node] = set()
+    for node in program.graph.graph.nodes:
+        val = node.meta.get("val")
+        if node.op == "placeholder":
+            reached = node.name in requires
+        else:
+            reached = any(n in found for n in node.all_input_nodes) and not _detaches(node)
+        values = val if isinstance(val, (tuple, list)) else [val]
+        if reached and any(isinstance(v, Tensor) and (v.is_floating_point() or v.is_complex()) for v in values):
+            found.add(node)
+    return found
+
+
+def _detaches(node: Node) -> bool:
+    import torch
+
+    return node.target is torch.ops.aten.detach.default
+
+
+def readings(program: Program) -> dict[Node, list[Slot]]:
+    """Per value, who reads it."""
+    graph = program.graph.graph
+    found: dict[Node, list[Slot]] = {}
+    for node in graph.nodes:
+        if node.op == "call_function" and not is_getitem(node):
+            for i, operand in enumerate(operands(node)):
+                found.setdefault(operand, []).append(Slot(node, i))
+    by_name = {n.name: n for n in graph.nodes}
+    for i, result in enumerate(program.results):
+        if result.node is not None:
+            found.setdefault(by_name[result.node], []).append(Slot(None, i))
+    return found
+
+
+def regathered(program: Program, grads: set[Node], slots: Mapping[Node, list[Slot]]) -> set[Slot]:
+    """Readings whose value some backward needs: a gathered copy made for one of them is gathered again in backward.
+
+    A reading by a view counts when one of the view's own readings does, as both are the same memory.
+    """
+    found: set[Slot] = set()
+    alive: set[Node] = set()  # values with such a reading
+    for node in reversed(program.graph.graph.nodes):
+        for slot in slots.get(node, ()):
+            reader = slot.reader
+            if reader is None:
+                continue
+            saves = reader in grads and slot.operand in saved_operands(reader, _flags(reader, grads))
+            if not saves and slot.operand == 0 and is_view(reader):
+                saves = any(o in alive for o in [u for u in reader.users if is_getitem(u)] or [reader])
+            if saves:
+                found.add(slot)
+                alive.add(node)
+    return found
+
+
+def _flags(node: Node, grads: set[Node]) -> tuple[bool, ...]:
+    return tuple(o in grads for o in operands(node))
+
+
+def drops(regather: str, value: Node) -> bool:
+    """Whether gathered copies of this value are dropped after forward and gathered again."""
+    return regather == "all" or (regather == "weights" and value.op == "placeholder")
+
+
+class _Planner:
+    def __init__(
+        self,
+        program: Program,
+        grid: Grid,
+        hardware: Hardware,
+        factors: Factors,
+        scheme: str,
+        regather: str,
+        result_states: Callable[[int, ValueShape], list[State]],
+        pinned: dict[str, State],
+    ) -> None:
+        self.program, self.grid, self.hardware, self.factors = program, grid, hardware, factors
+        self.scheme, self.regather, self.result_states, self.pinned = scheme, regather, result_states, pinned
+        self.graph = program.graph.graph
+        self.arguments = {a.node: a for a in program.arguments}
+        self.grads = gradients(program)
+        self.slots = readings(program)
+        self.regathered = regathered(program, self.grads, self.slots)
+        self.problem = Problem()
+        self.options: dict[Any, list[Any]] = {}  # vertex -> its states
+
+    def run(self) -> Decisions:
+        for node in self.graph.nodes:
+            if node.op == "call_function" and not is_getitem(node) and self._planned(node):
+                self._op(node)
+        for node in self.graph.nodes:
+            if node.op == "placeholder" and self._planned(node):
+                self._parameter(node)
+        for value, slots in self.slots.items():
+            source, _ = producer(value)
+            if ("op", source) in self.options or ("storage", source) in self.options:
+                self._value(value, slots)
+        solution = self.problem.solve()
+        picked = {v: self.options[v][i] for v, i in solution.choice.items()}
+        return self._decisions(picked, solution.cost, solution.exact)
+
+    def _planned(self, node: Node) -> bool:
+        """Set aside: what has no gradient and needs no communication to be complete on every rank."""
+        if node.op == "placeholder":
+            argument = self.arguments[node.name]
+            return argument.kind == "parameter" and node in self.slots
+        return node in self.grads or any(self._planned_value(o) for o in operands(node))
+
+    @lru_cache(maxsize=None)  # noqa: B019  (lives as long as one planning)
+    def _planned_value(self, value: Node) -> bool:
+        return self._planned(producer(value)[0])
+
+    # -- vertices ------------------------------------------------------------------------------------------------
+
+    def _op(self, node: Node) -> None:
+        spec = self.factors.specs[node]
+        options = strategies(spec, self.grid)
+        if spec.flops:
+            options = self._within_scheme(node, spec, options)
+        vertex = ("op", node)
+        self.options[vertex] = options
+        self.problem.vertex(vertex, np.array([self._seconds(node, spec, s) for s in options]))
+
+    def _within_scheme(self, node: Node, spec: OpSpec, options: list[Strategy]) -> list[Strategy]:
+        weights = [i for i, o in enumerate(operands(node)) if self._is_weight(o)]
+        if self.scheme == "auto" or not weights:
+            return options
+        weight = set(spec.atoms(spec.inputs[weights[-1]]))
+        out = {f for dims in spec.outputs for f in spec.atoms(dims)}
+        roles = _ROLES[self.scheme]
+        legal = []
+        for s in options:
+            held = {"a": "", "b": "", "c": ""}
+            for f, axes in s.assigned:
+                held["c" if f in weight and f not in out else "a" if f in weight else "b"] += "".join(axes)
+            key = tuple("".join(sorted(held[r])) for r in "abc")
+            if key in [tuple("".join(a for a in r if a in self.grid.axes) for r in role) for role in roles]:
+                legal.append(s)
+        return legal or options
+
+    def _is_weight(self, node: Node) -> bool:
+        return node.name in self.arguments and self.arguments[node.name].kind == "parameter" and (
+            len(self.factors.values[node].atoms) >= 2
+        )
+
+    def _parameter(self, node: Node) -> None:
+        value = self.factors.values[node]
+        options = [self.pinned[node.name]] if node.name in self.pinned else storages(value, self.grid)
+        vertex = ("storage", node)
+        self.options[vertex] = options
+        self.problem.vertex(vertex, np.zeros(len(options)))
+
+    def _value(self, value: Node, slots: list[Slot]) -> None:
+        """The edges from a value to its readers, through a shared copy when there are several."""
+        source, result = producer(value)
+        shape = self.factors.values[value]
+        home: Any = ("op", source)
+        if home in self.options:
+            spec = self.factors.specs[source]
+            sources = [given(spec, s, result) for s in self.options[home]]
+        else:
+            home = ("storage", source)
+            sources = list(self.options[home])
+        readers = [self._reader(value, slot) for slot in slots]
+        if len(slots) > 1:
+            kinds = "RV" if value in self.grads else "R"
+            copy = ("copy", value)
+            self.options[copy] = copies = states(shape.atoms, self.grid, kinds)
+            share = np.array([1.0 / self.grid.extent(s.sharding) for s in copies])
+            self.problem.vertex(copy, _TIE * shape.bytes * share)
+            self._edge(home, sources, copy, copies, value, slots)
+            home, sources = copy, copies
+        for slot, (vertex, targets) in zip(slots, readers, strict=True):
+            self._edge(home, sources, vertex, targets, value, [slot])
+
+    def _reader(self, value: Node, slot: Slot) -> tuple[Any, list[State]]:
+        """The reader's vertex, and per state the placement it needs."""
+        if slot.reader is None:
+            vertex: Any = ("result", slot.operand)
+            targets = self.result_states(slot.operand, self.factors.values[value])
+            if vertex not in self.options:
+                self.options[vertex] = targets
+                self.problem.vertex(vertex, np.zeros(len(targets)))
+            return vertex, targets
+        spec = self.factors.specs[slot.reader]
+        grad = value in self.grads
+        vertex = ("op", slot.reader)
+        return vertex, [needed(spec, s, slot.operand, grad=grad) for s in self.options[vertex]]
+
+    def _edge(
+        self, u: Any, sources: list[State], v: Any, targets: list[State], value: Node, slots: list[Slot]
+    ) -> None:
+        shape = self.factors.values[value]
+        table = price_table(len(shape.atoms), self.grid, self.hardware)
+        from_u = np.array([table.index[s] for s in sources])
+        to_v = np.array([table.index[t] for t in targets])
+        # Few distinct placements stand behind many strategies: price those, then spread.
+        left, at_left = np.unique(from_u, return_inverse=True)
+        right, at_right = np.unique(to_v, return_inverse=True)
+        prices = table.price(
+            left,
+            right,
+            shape.bytes,
+            grad=value in self.grads,
+            regather=drops(self.regather, value) and any(s in self.regathered for s in slots),
+        )
+        self.problem.edge(u, v, prices[np.ix_(at_left, at_right)])
+
+    # -- compute -------------------------------------------------------------------------------------------------
+
+    def _seconds(self, node: Node, spec: OpSpec, strategy: Strategy) -> float:
+        """Roofline time of the op on one rank, forward and backward, and of the collectives inside its lowering."""
+        grid, hardware = self.grid, self.hardware
+        backward = 2.0 if node in self.grads else 0.0
+        axes_of = strategy.axes_of
+        moved = 0.0
+        dtype = None
+        tensors = [(self.factors.values[o], d) for o, d in zip(operands(node), spec.inputs, strict=True)]
+        from torch import Tensor
+
+        vals = node.meta["val"] if isinstance(node.meta["val"], (tuple, list)) else [node.meta["val"]]
+        outs = [(v, d) for v, d in zip(vals, spec.outputs, strict=False) if isinstance(v, Tensor)]
+        for shape, dims in tensors:
+            moved += shape.bytes / grid.extent([a for f in spec.atoms(dims) for a in axes_of.get(f, ())])
+            dtype = dtype or shape.dtype
+        for val, dims in outs:
+            size = val.numel() * val.dtype.itemsize
+            moved += size / grid.extent([a for f in spec.atoms(dims) for a in axes_of.get(f, ())])
+            dtype = val.dtype
+        assert dtype is not None
+        work = spec.flops / grid.extent(strategy.axes) / hardware.rate(dtype)
+        seconds = (1 + backward) * max(work, 0.0 if is_view(node) else moved / hardware.memory)
+        if spec.exchange is not None:
+            local = LocalOp(node, spec, axes_of, grid)
+            for e in spec.exchange(local):
+                link = hardware.link(e.axis, grid)
+                if e.phase == "forward" or node in self.grads:
+                    size = _sent(e.kind, grid.axis_size(e.axis), e.elements) * dtype.itemsize
+                    seconds += link.latency + size / link.bandwidth
+        return seconds + _TIE * moved
+
+    # -- after solving ---------------------------------------------------------------------------------------------
+
+    def _decisions(self, picked: dict[Any, Any], cost: float, exact: bool) -> Decisions:
+        chosen: dict[str, Strategy] = {}
+        storage: dict[str, State] = {}
+        copies: dict[str, State] = {}
+        results: list[State | None] = [None] * len(self.program.results)
+        for (kind, what), option in picked.items():
+            if kind == "op":
+                chosen[what.name] = option
+            elif kind == "storage":
+                storage[what.name] = option
+            elif kind == "copy":
+                copies[what.name] = option
+            else:
+                results[what] = option
+        self._set_aside(chosen, storage, results)
+        return Decisions(
+            self.grid, self.hardware, chosen, storage, copies, tuple(results), cost, exact, self._kept_whole(storage)
+        )
+
+    def _set_aside(
+        self, chosen: dict[str, Strategy], storage: dict[str, State], results: list[State | None]
+    ) -> None:
+        """Strategies for what depends on no parameter: sharded where all readers want the same shard, else whole."""
+        for node in reversed(self.graph.nodes):
+            if node.op == "output" or is_getitem(node):
+                continue
+            if node.op == "placeholder":
+                if node.name not in storage:
+                    atoms = len(self.factors.values[node].atoms) if node in self.factors.values else 0
+                    whole = State(((),) * atoms)
+                    storage[node.name] = self.pinned.get(node.name, whole)
+                    if self.arguments[node.name].kind == "parameter" and node.name not in self.pinned:
+                        storage[node.name] = storages(self.factors.values[node], self.grid)[0]
+                continue
+            if node.name in chosen:
+                continue
+            chosen[node.name] = self._wanted(node, chosen) or Strategy()
+        for i, result in enumerate(self.program.results):
+            if result.node is not None and results[i] is None:
+                node = next(n for n in self.graph.nodes if n.name == result.node)
+                results[i] = self.result_states(i, self.factors.values[node])[0]
+
+    def _wanted(self, node: Node, chosen: dict[str, Strategy]) -> Strategy | None:
+        spec = self.factors.specs[node]
+        if len(spec.outputs) != 1 or spec.exchange is not None or node not in self.slots:
+            return None
+        wants: set[State] = set()
+        for slot in self.slots[node]:
+            if slot.reader is None:
+                return None
+            state = needed(self.factors.specs[slot.reader], chosen[slot.reader.name], slot.operand, grad=False)
+            wants.add(state)
+        if len(wants) != 1:
+            return None
+        (state,) = wants
+        atoms = spec.atoms(spec.outputs[0])
+        assigned = tuple((f, axes) for f, axes in zip(atoms, state.atoms, strict=True) if axes)
+        if state.partial or any(f in spec.whole for f, _ in assigned):
+            return None
+        return Strategy(assigned)
+
+    def _kept_whole(self, storage: dict[str, State]) -> dict[str, str]:
+        """Parameters that are not fully sharded, and why."""
+        found = {}
+        for argument in self.program.arguments_of("parameter"):
+            node = next(n for n in self.graph.nodes if n.name == argument.node)
+            state = storage[argument.node]
+            idle = [a for a in self.grid.axes if a not in state.sharding]
+            if idle:
+                shape = tuple(node.meta["val"].shape)
+                why = f"no dim of {shape} is divisible by {self.grid.extent(self.grid.axes)}"
+                found[argument.names[0]] = f"whole over {', '.join(idle)}: {why}"
+        return found
+
+
+# Axes of the roles (a, b, c) of design 1. A scheme may use several, and alternates as the costs say.
+_ROLES: dict[str, tuple[tuple[str, str, str], ...]] = {
+    "3d": (("y", "x", "z"), ("z", "x", "y")),
+    "2d": (("xy", "", "z"), ("z", "", "xy")),
+    "1d": (("xyz", "", ""), ("", "", "xyz")),
+    "zero3": (("", "xyz", ""),),
+    "zero3x1d": (("yz", "x", ""), ("", "x", "yz")),
+}
+
+
+def storages(value: ValueShape, grid: Grid) -> list[State]:
+    """The layouts in which a parameter may be stored: sharded over as many devices as its shape allows.
+
+    Only layouts that a DTensor carries exactly: every dim an even cut of its outermost atom.
+    """
+    found = states(value.atoms, grid, "R")
+    plain = [s for s in found if value.layout(s, grid).is_plain]
+    most = max(grid.extent(s.sharding) for s in plain)
+    return [s for s in plain if grid.extent(s.sharding) == most]
+
+
+def _sent(kind: str, size: int, local: float) -> float:
+    once = (size - 1) * local if kind == "all_gather" else (size - 1) * local / size
+    return 2 * once if kind == "all_reduce" else once
+
+

@@ -1,0 +1,241 @@
+"""rewrite: a global `Program` and its `Decisions` -> the *local* program that every rank runs, same text on each.
+
+Local shapes, local ops, and every change of layout as explicit calls of `autopar3d.collectives`, not yet
+differentiated. Each value is moved once per placement: readers that need the same copy share it, and with it the one
+reduction of its gradient.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch.fx import Graph, GraphModule, Node
+from torch.fx.node import map_arg
+
+from autopar3d import collectives as ops
+from autopar3d.factors import Factors, ValueShape, is_getitem
+from autopar3d.grid import Grid
+from autopar3d.layout import Layout
+from autopar3d.plan import Decisions
+from autopar3d.program import Program, module_path
+from autopar3d.redistribute import State, Step, Transfer, route, transfers
+from autopar3d.rules import LocalOp, operands
+from autopar3d.strategies import given, needed
+
+from .propagate import Slot, drops, gradients, readings, regathered
+
+
+@dataclass(frozen=True)
+class Movement:
+    """One step of one value, as emitted: what it is for, and the collectives that it causes."""
+
+    value: str
+    module: str
+    step: Step
+    reader: str
+    transfers: tuple[Transfer, ...]
+    dtype: torch.dtype
+
+
+@dataclass(frozen=True)
+class LocalProgram:
+    """The program of one rank, before differentiation.
+
+    Attributes:
+        graph: takes the local pieces of `Program.arguments`, returns the local pieces of the results with a node.
+        arguments: per argument its layout.
+        results: per result with a node its layout.
+        movements: every change of layout, in program order, with the collectives of forward, backward and regather.
+    """
+
+    graph: GraphModule
+    arguments: tuple[Layout, ...]
+    results: tuple[Layout, ...]
+    movements: tuple[Movement, ...]
+
+
+def rewrite(program: Program, factors: Factors, decisions: Decisions, *, regather: str = "all") -> LocalProgram:
+    """Carry out the decisions. `regather` says which gathered copies are dropped after forward (for `movements`)."""
+    return _Rewriter(program, factors, decisions, regather).run()
+
+
+class _Rewriter:
+    def __init__(self, program: Program, factors: Factors, decisions: Decisions, regather: str) -> None:
+        self.program, self.factors, self.decisions, self.regather = program, factors, decisions, regather
+        self.grid: Grid = decisions.grid
+        self.source = program.graph.graph
+        self.graph = Graph()
+        self.grads = gradients(program)
+        self.needed_again = regathered(program, self.grads, readings(program))
+        self.placed: dict[tuple[Node, State], Node] = {}  # a value in a placement -> local node
+        self.home: dict[Node, State] = {}
+        self.ops: dict[Node, Node] = {}  # global op -> local op (for getitems)
+        self.movements: list[Movement] = []
+        self.numbers: dict[Node, int] = {}  # local node of a movement -> its number
+        self.again: set[int] = set()  # movements whose result some backward needs
+
+    def run(self) -> LocalProgram:
+        for node in self.source.nodes:
+            if node.op == "placeholder":
+                self._placeholder(node)
+            elif node.op == "call_function" and not is_getitem(node):
+                self._op(node)
+        results, layouts = self._results()
+        self.graph.output(tuple(results))
+        self.graph.lint()
+        arguments = tuple(
+            self._layout(n, self.decisions.storage[n.name]) for n in self.source.nodes if n.op == "placeholder"
+        )
+        module = GraphModule(torch.nn.Module(), self.graph)
+        return LocalProgram(module, arguments, tuple(layouts), tuple(map(self._final, range(len(self.movements)))))
+
+    def _final(self, number: int) -> Movement:
+        """The movement without the regather of a copy that no backward needs."""
+        m = self.movements[number]
+        if number in self.again:
+            return m
+        return replace(m, transfers=tuple(t for t in m.transfers if t.phase != "regather"))
+
+    def _layout(self, value: Node, state: State) -> Layout:
+        if value not in self.factors.values:  # a placeholder that is no tensor, or one that nobody reads
+            return Layout.replicated(value.meta["val"].dim())
+        return self.factors.values[value].layout(state, self.grid)
+
+    def _placeholder(self, node: Node) -> None:
+        local = self.graph.placeholder(node.name)
+        state = self.decisions.storage[node.name]
+        layout = self._layout(node, state)
+        local.meta = {"shape": layout.local_shape(node.meta["val"].shape, self.grid)}
+        self._arrive(node, state, local)
+
+    def _arrive(self, value: Node, state: State, local: Node) -> None:
+        self.home[value] = state
+        self.placed[value, state] = local
+
+    def _op(self, node: Node) -> None:
+        spec = self.factors.specs[node]
+        strategy = self.decisions.strategies[node.name]
+        local_operands: dict[int, Node] = {}
+        for i, operand in enumerate(operands(node)):
+            target = needed(spec, strategy, i, grad=operand in self.grads)
+            local_operands[i] = self._read(operand, target, Slot(node, i))
+        # Two operands may be one global node in two placements, so they are told apart by their number.
+        order = iter(range(len(local_operands)))
+        args, kwargs = map_arg(
+            (node.args, dict(node.kwargs)),
+            lambda n: local_operands[next(order)] if isinstance(n.meta.get("val"), torch.Tensor) else self.ops[n],
+        )
+        op = LocalOp(node, spec, strategy.axes_of, self.grid, args, kwargs)
+        target, args, kwargs = spec.lower(op) if spec.lower else (node.target, args, kwargs)
+        local = self.graph.call_function(target, tuple(args), dict(kwargs), name=node.name)
+        local.meta = self._meta(node)
+        self.ops[node] = local
+        if isinstance(node.meta["val"], torch.Tensor):
+            self._arrive(node, given(spec, strategy, 0), local)
+            return
+        for user in node.users:
+            if is_getitem(user) and isinstance(user.meta.get("val"), torch.Tensor):
+                item = self.graph.call_function(operator.getitem, (local, user.args[1]), name=user.name)
+                item.meta = self._meta(node)
+                self._arrive(user, given(spec, strategy, int(user.args[1])), item)  # type: ignore[arg-type]
+
+    @staticmethod
+    def _meta(node: Node) -> dict[str, Any]:
+        return {k: node.meta[k] for k in ("stack_trace", "nn_module_stack") if k in node.meta}
+
+    # -- moving values ---------------------------------------------------------------------------------------------
+
+    def _read(self, value: Node, target: State, slot: Slot) -> Node:
+        start = self.home[value]
+        copy = self.decisions.copies.get(value.name, start)
+        self._move(value, start, copy, slot)
+        return self._move(value, copy, target, slot)
+
+    def _move(self, value: Node, start: State, target: State, slot: Slot) -> Node:
+        now, local = start, self.placed[value, start]
+        for step in route(start, target):
+            known = self.placed.get((value, step.after))
+            if known is None:
+                known = self._emit(value, now, step, local, slot.reader)
+                self.placed[value, step.after] = known
+            if slot in self.needed_again and known in self.numbers:
+                self.again.add(self.numbers[known])
+            now, local = step.after, known
+        return local
+
+    def _emit(self, value: Node, before: State, step: Step, local: Node, reader: Node | None) -> Node:
+        shape = self.factors.values[value]
+        group, size = self.grid.alias(step.axis), self.grid.axis_size(step.axis)
+        function: Callable[..., Any]
+        args: tuple[Any, ...]
+        atom = self._scatterable(shape, before, step) if step.kind == "regroup" else None
+        if step.kind == "gather":
+            function, args = ops.gather, (*self._where(shape, step.after, step.atom), group, size, step.varying)
+        elif step.kind == "cut":
+            function, args = ops.cut, (*self._where(shape, before, step.atom), group, size, step.varying)
+        elif step.kind == "scatter":
+            function, args = ops.scatter, (*self._where(shape, before, step.atom), group, size)
+        elif step.kind == "embed":
+            function, args = ops.embed, (*self._where(shape, step.after, step.atom), group, size)
+        elif step.kind == "exchange":
+            # Before the exchange the receiving atom is whole over the axis, after it the losing one is.
+            cut, join = self._where(shape, before, step.to), self._where(shape, step.after, step.atom)
+            function, args = ops.exchange, (cut, join, group, size)
+        elif step.kind == "regroup" and atom is not None:
+            function, args = ops.regroup, (*self._where(shape, before, atom), group, size)
+        elif step.kind in ("reduce", "regroup"):
+            function, args = ops.reduce, (group, step.varying)
+        elif step.kind == "mask":
+            function, args = ops.mask, (group, step.varying)
+        else:
+            function, args = {"fork": ops.fork, "unfork": ops.unfork}[step.kind], (group,)
+        node = self.graph.call_function(function, (local, *args), name=f"{value.name}_{step.kind}_{step.axis}")
+        origin = value if reader is None or value.op != "placeholder" else reader
+        node.meta = self._meta(origin)
+        drop = drops(self.regather, value)
+        if step.kind in ("gather", "regroup"):
+            node.meta["regather"] = drop
+        kept = tuple(
+            t
+            for t in transfers(step, before, shape.elements, self.grid, scatterable=atom is not None)
+            if t.phase == "forward" or (value in self.grads and (t.phase == "backward" or drop))
+        )
+        self.numbers[node] = len(self.movements)
+        self.movements.append(
+            Movement(value.name, module_path(origin), step, reader.name if reader else "output", kept, shape.dtype)
+        )
+        return node
+
+    def _where(self, shape: ValueShape, state: State, atom: int) -> tuple[int, int]:
+        """(dim, outer) of an atom for `collectives`: the local length of what lies outside it in its dim."""
+        dim, position = shape.place(atom)
+        first = atom - position
+        outer = 1
+        for i in range(first, atom):
+            outer *= shape.atoms[i] // self.grid.extent(state.atoms[i])
+        # Axes that the atom already has cut its local length, not what lies outside it.
+        return dim, outer
+
+    def _scatterable(self, shape: ValueShape, state: State, step: Step) -> int | None:
+        """The atom that a P -> V regroup scatters over: the first that divides."""
+        for i, n in enumerate(shape.atoms):
+            if n % (self.grid.extent(state.atoms[i]) * self.grid.axis_size(step.axis)) == 0:
+                return i
+        return None
+
+    def _results(self) -> tuple[list[Node], list[Layout]]:
+        by_name = {n.name: n for n in self.source.nodes}
+        nodes, layouts = [], []
+        for i, (result, state) in enumerate(zip(self.program.results, self.decisions.results, strict=True)):
+            if result.node is None:
+                continue
+            value = by_name[result.node]
+            assert state is not None
+            nodes.append(self._read(value, state, Slot(None, i)))
+            layouts.append(self._layout(value, state))
+        return nodes, layouts
+
