@@ -20,6 +20,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.fx import Graph, Node
 
+from .redistribute import sent
+
 c10d = torch.ops._c10d_functional
 
 # -- the only op whose value depends on the rank -------------------------------------------------------------------
@@ -319,7 +321,7 @@ class Collective:
         axis: grid axis.
         elements: elements each rank sends, by ring convention: all_gather `(g-1) * local`, reduce_scatter
             `(g-1)/g * local`, all_reduce `2 (g-1)/g * local`, all_to_all `(g-1)/g * local`, where `local` is the
-            number of elements a rank puts in.
+            number of elements a rank puts in. (All-reducing few elements over many ranks gives fractions.)
         bytes: the same in bytes.
         dtype: what travels.
         module: path of the module whose op needed it ("" is the model itself).
@@ -328,19 +330,11 @@ class Collective:
 
     kind: str
     axis: str
-    elements: int
-    bytes: int
+    elements: float
+    bytes: float
     dtype: torch.dtype
     module: str
     node: str
-
-
-def sent(kind: str, size: int, local: int) -> int:
-    """Elements one rank sends along an axis of `size` when it puts in `local` elements (ring convention)."""
-    if kind == "all_gather":
-        return (size - 1) * local
-    once = (size - 1) * local // size if (size - 1) * local % size == 0 else (size - 1) * local / size
-    return 2 * once if kind == "all_reduce" else once  # type: ignore[return-value]
 
 
 def collectives(graph: Graph | torch.fx.GraphModule) -> list[Collective]:
@@ -364,6 +358,4 @@ def _collective(node: Node, kind: str) -> Collective:
     axis = group.split("_")[1]
     size = int(group.split("_")[2].split("x")["xyz".index(axis)])
     elements = sent(kind, size, val.numel())
-    return Collective(
-        kind, axis, elements, int(elements * val.dtype.itemsize), val.dtype, module_path(node), node.name
-    )
+    return Collective(kind, axis, elements, elements * val.dtype.itemsize, val.dtype, module_path(node), node.name)

@@ -21,14 +21,17 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.function import BackwardCFunction
 from torch.export import ExportedProgram
-from torch.fx import GraphModule
+from torch.fx import GraphModule, Node
+from torch.fx.node import map_arg
 from torch.utils._pytree import TreeSpec
 
 from autopar3d.errors import TraceError
 from autopar3d.pytrees import flatten_output
 
-PREFIX = "model."
-"""What export's names of the model's parameters, buffers and modules begin with: the model is wrapped."""
+
+def own_name(name: str | None) -> str:
+    """The model's own name of a parameter, buffer or module, from that which its wrapper `_Flat` gives it."""
+    return (name or "").removeprefix("model").removeprefix(".")
 
 
 @dataclass
@@ -58,21 +61,16 @@ def export(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> R
         warnings.simplefilter("ignore")
         try:
             program = torch.export.export(wrapped, args, kwargs, strict=False)
-            _detach_no_grad_regions(program.graph_module)
+            _inline_grad_regions(program.graph_module)
             # An empty table decomposes nothing that autograd can treat whole, but makes the graph functional.
             program = program.run_decompositions({})
         except TraceError:
             raise
         except Exception as error:
             raise TraceError(_explain(error, model)) from error
+    _forget_wrapper(program)
     assert wrapped.seen.spec is not None
     return Recording(program, wrapped.seen.outputs, wrapped.seen.spec)
-
-
-def own_frames(stack_trace: str | None) -> str:
-    """A recorded stack trace without this file's frames and those of generated code."""
-    frames = re.split(r'(?=^ *File ")', stack_trace or "", flags=re.MULTILINE)
-    return "".join(f for f in frames if f'"{__file__}"' not in f and '"<eval_with_key>' not in f)
 
 
 @dataclass
@@ -144,46 +142,53 @@ def _refuse_custom_functions(tensors: tuple[Tensor, ...]) -> None:
         nodes.extend(child for child, _ in node.next_functions)
 
 
-def _detach_no_grad_regions(graph_module: GraphModule) -> None:
-    """Detach what `torch.no_grad()` regions compute: making the graph functional inlines them, mode
-    forgotten.
+def _inline_grad_regions(module: GraphModule, no_grad: bool = False) -> None:
+    """Inline the bodies of `torch.no_grad()` regions, and detach what they give.
 
-    Works in place, on the graph of a fresh export, which nobody else holds. A region is a call of a
-    submodule; it may stand in the body of another one, or of autocast's.
+    Making the graph functional would inline them too, but forget that they take no gradient, and their lines.
+    Works in place, on the graph of a fresh export, which nobody else holds.
     """
-    for module in list(graph_module.modules()):
-        if not isinstance(module, GraphModule):
-            continue
-        for enabled, body in _grad_regions(module):
-            if not enabled:
-                if any(again for inner in body.modules() for again, _ in _grad_regions(inner)):
-                    raise TraceError(
-                        "forward uses torch.enable_grad() inside torch.no_grad(): take them apart"
-                    )
-                _detach_outputs(body)
+    region = torch.ops.higher_order.wrap_with_set_grad_enabled
+    calls = module.graph.find_nodes(op="call_function", target=region)
+    modes: dict[str, bool] = {call.args[1].target: call.args[0] for call in calls}
+    for name, body in module.named_children():
+        if isinstance(body, GraphModule):  # a region's, or autocast's, which may hold regions
+            if no_grad and modes.get(name):
+                raise TraceError("forward uses torch.enable_grad() inside torch.no_grad(): take them apart")
+            _inline_grad_regions(body, no_grad or modes.get(name) is False)
+    for call in calls:
+        _, attribute, *operands = call.args
+        results = _inline(module, call, module.get_submodule(attribute.target), operands)
+        for item in list(call.users):  # `getitem` of one result each: edited, as the outputs go by its name
+            item.target = torch.ops.aten.alias.default if call.args[0] else torch.ops.aten.detach.default
+            item.args = (results[item.args[1]],)
+        module.graph.erase_node(call)
+    module.recompile()
 
 
-def _grad_regions(module: nn.Module) -> Iterator[tuple[bool, GraphModule]]:
-    """The mode and the body of every `torch.set_grad_enabled` region that a graph calls."""
-    if isinstance(module, GraphModule):
-        region = torch.ops.higher_order.wrap_with_set_grad_enabled
-        for node in module.graph.find_nodes(op="call_function", target=region):
-            args: Any = node.args  # the mode, the body's attribute, and what the body takes
-            body = module.get_submodule(args[1].target)
-            assert isinstance(body, GraphModule)
-            yield args[0], body
+def _inline(module: GraphModule, call: Node, body: nn.Module, operands: list[Any]) -> Any:
+    """Copy the nodes of `body` to before its `call`; the values there of what it returns."""
+    assert isinstance(body, GraphModule)
+    inputs = body.graph.find_nodes(op="placeholder")
+    values: dict[Node, Any] = dict(zip(inputs, operands, strict=True))
+    with module.graph.inserting_before(call):
+        for node in body.graph.nodes:
+            if node.op in ("call_function", "get_attr"):
+                values[node] = module.graph.node_copy(node, values.__getitem__)
+            if node.op == "get_attr":
+                values[node].target = f"{call.name}_{node.target}"
+                module.add_submodule(values[node].target, body.get_submodule(node.target))
+    return map_arg(body.graph.output_node().args[0], values.__getitem__)
 
 
-def _detach_outputs(body: GraphModule) -> None:
-    output = body.graph.output_node()
-    values: Any = output.args[0]
-    with body.graph.inserting_before(output):
-        detached = []
-        for value in values:
-            detached.append(body.graph.call_function(torch.ops.aten.detach.default, (value,)))
-            detached[-1].meta = dict(value.meta)
-    output.args = (tuple(detached),)
-    body.recompile()
+def _forget_wrapper(program: ExportedProgram) -> None:
+    """Let the nodes' stacks of modules and of frames begin with the model's, and hold no generated code."""
+    for node in program.graph.nodes:
+        stack = list(node.meta.get("nn_module_stack", {}).items())[1:]
+        node.meta["nn_module_stack"] = {key: (own_name(name), cls) for key, (name, cls) in stack}
+        frames = re.split(r'(?=^ *File ")', node.meta.get("stack_trace") or "", flags=re.MULTILINE)
+        own = [f for f in frames if f'"{__file__}"' not in f and '"<eval_with_key>' not in f]
+        node.meta["stack_trace"] = "".join(own)
 
 
 @contextlib.contextmanager

@@ -10,6 +10,7 @@ import itertools
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from numbers import Integral
 from typing import TYPE_CHECKING, Any, Union
 
 from .errors import GridError
@@ -76,7 +77,8 @@ class Grid:
                 f"grid {sizes} has {len(sizes)} entries; a grid is three sizes (x, y, z), "
                 "for instance (4, 2, 1): use 1 for an axis you do not need"
             )
-        return cls(*sizes)
+        # numpy's and torch's whole numbers too
+        return cls(*(int(s) if isinstance(s, Integral) and not isinstance(s, bool) else s for s in sizes))
 
     @property
     def sizes(self) -> tuple[int, int, int]:

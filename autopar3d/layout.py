@@ -247,7 +247,7 @@ def _parse_dim(text: str, sizes: Mapping[str, int], whole: str) -> Dim:
             size = int(name) if name.isdigit() else sizes.get(name)
             if size is None:
                 raise LayoutError(f"layout {whole!r}: give the size of factor {name!r}, as in sizes={{{name!r}: 12}}")
-            factors.append(Factor(size, tuple(axes)))
+            factors.append(Factor(size, () if axes == "-" else tuple(axes)))
         return tuple(factors) if len(factors) > 1 else (Factor(0, factors[0].axes),) if factors else ()
     if re.fullmatch(r"-|[a-z]+|\w+:[a-z]+|\w+:-?", text):
         axes = text.rpartition(":")[2]

@@ -21,41 +21,50 @@ _PLAIN = (type(None), bool, int, float, complex, str, bytes, enum.Enum, torch.dt
 
 
 def flatten_output(output: Any) -> tuple[list[tuple[str, Any]], pytree.TreeSpec]:
-    """The `(path, leaf)` pairs of a model's return value, and the spec that rebuilds it.
+    """The `(path, leaf)` pairs of a model's return value, paths like `['loss']`, and its spec.
 
     Every leaf is a tensor or a plain Python constant. Dataclasses met on the way are registered.
 
     Raises:
-        TraceError: an object of a class that pytree cannot open, named, with the ways out.
+        TraceError: an object of a class that pytree cannot open; it is named, with the ways out.
     """
-    while True:
-        found, spec = pytree.tree_flatten_with_path(output)
-        new = {type(leaf) for _, leaf in found if _is_dataclass(leaf)}
-        if not new:
-            break
-        for cls in new:
-            torch.export.register_dataclass(cls)
-    leaves = [(pytree.keystr(path), leaf) for path, leaf in found]
-    for path, leaf in leaves:
-        if not isinstance(leaf, (torch.Tensor, *_PLAIN)):
-            cls = type(leaf)
-            raise TraceError(
-                f"the model returns a {cls.__module__}.{cls.__qualname__} (output{path}), which cannot be "
-                "taken apart into tensors. Register it with torch.utils._pytree.register_pytree_node("
-                f"{cls.__qualname__}, flatten, unflatten), or return tensors in tuples, dicts or dataclasses; "
-                "if it is a cache, use_cache=False avoids it"
-            )
+    leaves, spec = _flatten(output)
+    _refuse_opaque("returns", [("output" + path, leaf) for path, leaf in leaves])
     return leaves, spec
 
 
 def flatten_input(
     args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[list[tuple[str, Any]], pytree.TreeSpec]:
-    """The `(path, leaf)` pairs of a call, paths like `args[0]` and `kwargs['labels']`, and its spec."""
-    found, spec = pytree.tree_flatten_with_path((args, kwargs))
-    paths = [pytree.keystr(keys) for keys, _ in found]  # "[0][2]" for args[2], "[1]['labels']" for a keyword
-    paths = ["args" + p[3:] if p.startswith("[0]") else "kwargs" + p[3:] for p in paths]
-    return [(path, leaf) for path, (_, leaf) in zip(paths, found, strict=True)], spec
+    """The same of a call: paths like `args[0]` and `kwargs['labels']`, and the spec of `(args, kwargs)`."""
+    leaves, spec = _flatten((args, kwargs))
+    # A path begins with "[0]" in args and with "[1]" in kwargs.
+    named = [("args" if path.startswith("[0]") else "kwargs") + path[3:] for path, _ in leaves]
+    leaves = [(path, leaf) for path, (_, leaf) in zip(named, leaves, strict=True)]
+    _refuse_opaque("is called with", leaves)
+    return leaves, spec
+
+
+def _flatten(tree: Any) -> tuple[list[tuple[str, Any]], pytree.TreeSpec]:
+    while True:
+        found, spec = pytree.tree_flatten_with_path(tree)
+        new = {type(leaf) for _, leaf in found if dataclasses.is_dataclass(type(leaf))}
+        if not new:
+            return [(pytree.keystr(path), leaf) for path, leaf in found], spec
+        for cls in new:
+            torch.export.register_dataclass(cls)
+
+
+def _refuse_opaque(verb: str, leaves: list[tuple[str, Any]]) -> None:
+    for path, leaf in leaves:
+        if not isinstance(leaf, (torch.Tensor, *_PLAIN)):
+            cls = type(leaf)
+            raise TraceError(
+                f"the model {verb} a {cls.__module__}.{cls.__qualname__} ({path}), which cannot be taken "
+                "apart into tensors. Register it with torch.utils._pytree.register_pytree_node("
+                f"{cls.__qualname__}, flatten, unflatten), or use tensors in tuples, dicts or dataclasses; "
+                "if it is a cache, use_cache=False avoids it"
+            )
 
 
 def register_caches() -> None:
@@ -101,7 +110,7 @@ def _flatten_with_keys(instance: Any) -> tuple[list[tuple[Any, Any]], _Shape]:
 def _rebuild_object(values: Any, shape: _Shape) -> Any:
     instance: Any = object.__new__(
         shape.cls
-    )  # a cache's constructor wants a config and makes its own empty tensors
+    )  # a cache's __init__ wants a config and makes tensors of its own
     vars(instance).update(shape.plain)
     vars(instance).update(zip(shape.children, values, strict=True))
     return instance
@@ -111,7 +120,3 @@ def _with_subclasses(classes: Iterable[type]) -> Iterator[type]:
     for cls in classes:
         yield cls
         yield from _with_subclasses(cls.__subclasses__())
-
-
-def _is_dataclass(leaf: Any) -> bool:
-    return dataclasses.is_dataclass(leaf) and not isinstance(leaf, type)

@@ -8,7 +8,6 @@ prices them, so price and program cannot differ.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from functools import lru_cache
 from typing import Literal, NamedTuple
 
@@ -143,6 +142,15 @@ class Transfer(NamedTuple):
     phase: Literal["forward", "backward", "regather"]
 
 
+def sent(kind: str, size: int, local: float) -> float:
+    """Elements that one rank sends along an axis of `size` when it puts in `local` elements, by ring convention.
+
+    all_gather `(g-1) * local`, reduce_scatter and all_to_all `(g-1)/g * local`, all_reduce twice that.
+    """
+    once = (size - 1) * local if kind == "all_gather" else (size - 1) * local / size
+    return 2 * once if kind == "all_reduce" else once
+
+
 def transfers(step: Step, before: State, elements: float, grid: Grid, *, scatterable: bool = True) -> list[Transfer]:
     """The collectives of one step on a value of `elements` global elements, by ring convention.
 
@@ -170,6 +178,3 @@ def transfers(step: Step, before: State, elements: float, grid: Grid, *, scatter
     if step.kind == "fork":
         return [Transfer("all_reduce", a, 2 * part, "backward")]
     return []
-
-
-Price = Callable[[str, str, float], float]  # (kind, axis, elements) -> seconds

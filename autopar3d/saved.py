@@ -5,11 +5,18 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch.fx import Node
+from torch.fx import Graph, Node
 from torch.fx.node import map_arg
 from torch.utils._pytree import tree_leaves
 
-from .rules import operands
+from .rules import argument, operands
+
+aten = torch.ops.aten
+
+# Tensors that autograd hands to a backward for their shape only: keeping one would keep, or gather again, a tensor
+# whose values nobody reads. op -> (argument), and in the backward op (its position, that of a tensor like it).
+_SHAPE_ONLY = {aten.layer_norm.default: "bias"}
+_STAND_INS = {aten.native_layer_norm_backward.default: (6, 5)}
 
 _cache: dict[Any, frozenset[int]] = {}
 
@@ -54,7 +61,19 @@ def _probe(node: Node, grads: tuple[bool, ...]) -> frozenset[int]:
         # No meta kernel: assume the worst, as a wrong "no" would make the plan's bytes too small.
         return frozenset(i for i, o in enumerate(operands(node)) if o.meta["val"].is_floating_point())
     del out
-    return frozenset(i for i, o in enumerate(operands(node)) if metas[o].untyped_storage()._cdata in saved)
+    idle = argument(node, _SHAPE_ONLY[node.target]) if node.target in _SHAPE_ONLY else None
+    return frozenset(
+        i for i, o in enumerate(operands(node)) if o is not idle and metas[o].untyped_storage()._cdata in saved
+    )
+
+
+def use_stand_ins(graph: Graph) -> None:
+    """Let backward ops take a tensor they have anyway where they only look at a shape."""
+    for node in graph.nodes:
+        if node.target in _STAND_INS:
+            unread, like = _STAND_INS[node.target]
+            if isinstance(node.args[unread], Node) and isinstance(node.args[like], Node):
+                node.update_arg(unread, node.args[like])
 
 
 def is_view(node: Node) -> bool:

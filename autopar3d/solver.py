@@ -7,6 +7,7 @@ decided by the PBQP heuristic and improved by re-choosing one vertex at a time; 
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Hashable
 from dataclasses import dataclass, field
 from typing import Any
@@ -29,6 +30,7 @@ class Problem:
 
     costs: dict[Hashable, np.ndarray] = field(default_factory=dict)
     edges: dict[Hashable, dict[Hashable, np.ndarray]] = field(default_factory=dict)
+    products: dict[bytes, np.ndarray] = field(default_factory=dict)
 
     def vertex(self, name: Hashable, costs: np.ndarray) -> None:
         self.costs[name] = np.asarray(costs, dtype=np.float64)
@@ -91,9 +93,16 @@ class Problem:
             self.costs[u] = self.costs[u] + (costs[:, None] + matrix).min(axis=0)
         elif len(around) == 2:
             (u, a), (w, b) = around
-            self.edge(u, w, min_plus((costs[:, None] + a).T, b))
+            self.edge(u, w, self._through(costs, a, b))
         for u, _ in around:
             waiting.push(u)
+
+    def _through(self, costs: np.ndarray, a: np.ndarray, b: np.ndarray) -> np.ndarray:
+        """The edge that stands for a folded vertex between two others; equal ones, as in equal layers, only once."""
+        key = hashlib.blake2b(costs.tobytes() + a.tobytes() + b.tobytes()).digest()
+        if key not in self.products:
+            self.products[key] = min_plus((costs[:, None] + a).T, b)
+        return self.products[key]
 
     def _guess(self, v: Any) -> int:
         total = self.costs[v].copy()

@@ -52,12 +52,11 @@ def shardable(spec: OpSpec, grid: Grid) -> list[str]:
     return found
 
 
-def strategies(spec: OpSpec, grid: Grid) -> list[Strategy]:
+def strategies(spec: OpSpec, grid: Grid, *, through: bool = True, repeat: bool = True) -> list[Strategy]:
     """Every legal strategy of an op: all ordered assignments of axes to factors, replication included.
 
-    One exclusion: an op that counts FLOPs (matmul, convolution, attention) is never repeated on axes that could split
-    it: only the strategies that use the most devices are kept. Repeating such work is the one thing a parallel program
-    must not do, and a cost model that only counts bytes would find it free.
+    `through=False` leaves out those that pass partial sums through a linear op, for one that none can reach.
+    `repeat=False` keeps only those that spread the op over the most devices.
     """
     factors = shardable(spec, grid)
     found = []
@@ -68,9 +67,9 @@ def strategies(spec: OpSpec, grid: Grid) -> list[Strategy]:
         if any(spec.sizes[f] % grid.extent(axes) for f, axes in assigned):
             continue
         free = [a for a in grid.axes if all(a not in axes for _, axes in assigned)]
-        for k in range(len(free) + 1 if spec.linear else 1):
-            found += [Strategy(assigned, through) for through in itertools.combinations(free, k)]
-    if spec.flops:
+        for k in range(len(free) + 1 if spec.linear and through else 1):
+            found += [Strategy(assigned, passed) for passed in itertools.combinations(free, k)]
+    if not repeat:
         most = max(grid.extent(s.axes) for s in found)
         found = [s for s in found if grid.extent(s.axes) == most]
     return found
@@ -100,6 +99,11 @@ def given(spec: OpSpec, strategy: Strategy, result: int) -> State:
         if f not in atoms and _summed(spec, f):
             partial |= set(axes)
     return State(tuple(axes_of.get(f, ()) for f in atoms), tuple(sorted(partial)))
+
+
+def summed_factors(spec: OpSpec) -> list[str]:
+    """Factors over which sharding leaves a result partial."""
+    return [f for f in spec.factors if f not in spec.whole and _summed(spec, f)]
 
 
 def _summed(spec: OpSpec, factor: str) -> bool:

@@ -31,7 +31,8 @@ aten = torch.ops.aten
 def canonicalize(program: Program) -> Program:
     """A new program that computes the same results from the same arguments.
 
-    The arguments stay as they are, placeholder names included. The sizes of a `reshape` are those traced.
+    Parameters, buffers and inputs stay arguments, read or not, under their names; constants that nobody reads
+    go. The sizes of a `reshape` are those traced.
     """
     builder = _Builder(program)
     for node in program.graph.graph.nodes:
@@ -92,10 +93,17 @@ class _Builder:
         self.graph.output(self._map(self.program.graph.graph.output_node().args[0]))
         for node in reversed(self.graph.nodes):
             # The graph is functional: what nobody reads has no effect, assertions and random ops included.
-            if node.op == "call_function" and not node.users:
+            if not node.users and (node.op == "call_function" or node.name in self.program.constants):
                 self.graph.erase_node(node)
         self.graph.lint()
-        return dataclasses.replace(self.program, graph=GraphModule(nn.Module(), self.graph), results=results)
+        left = {node.name for node in self.graph.find_nodes(op="placeholder")}
+        return dataclasses.replace(
+            self.program,
+            graph=GraphModule(nn.Module(), self.graph),
+            arguments=tuple(a for a in self.program.arguments if a.node in left),
+            results=results,
+            constants={name: value for name, value in self.program.constants.items() if name in left},
+        )
 
     def _repeated(self, node: Node) -> Node | None:
         """The new node whose value `node` would only repeat."""

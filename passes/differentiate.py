@@ -21,6 +21,8 @@ from torch.fx import Graph, GraphModule, Interpreter, Node
 from torch.fx.experimental.proxy_tensor import get_proxy_mode, make_fx
 
 
+from autopar3d.saved import use_stand_ins
+
 from .rewrite import LocalProgram
 
 aten = torch.ops.aten
@@ -84,7 +86,9 @@ class _Recorder(Interpreter):
             self.joint.forward_ranges.append((start, self.joint.position(), n))
             for t in out if isinstance(out, (tuple, list)) else [out]:
                 if isinstance(t, Tensor) and t.grad_fn is not None:
-                    t.grad_fn.register_prehook(lambda grads, n=n: self.joint.backward_marks.append((self.joint.position(), n)))
+                    t.grad_fn.register_prehook(
+                        lambda grads, n=n: self.joint.backward_marks.append((self.joint.position(), n))
+                    )
         return out
 
 
@@ -123,7 +127,9 @@ class _Joint:
                 outs = Interpreter(self.local.graph).run(*inputs)
             tangents = [torch.empty_like(o, requires_grad=False) for o in outs]
             # Tracing twice is cheap beside what it saves: the tangents' shapes are known before the trace.
-            self.graph = make_fx(lambda i, t: self._run(i, t))(inputs, tangents).graph  # fx counts a method's self
+            self.graph = make_fx(lambda i, t: self._run(i, t))(
+                inputs, tangents
+            ).graph  # fx counts a method's self
 
     def _run(self, inputs: list[Tensor], tangents: list[Tensor]) -> Any:
         with torch.enable_grad():
@@ -167,7 +173,9 @@ class _Cut:
             dropping = False
             for node in self.nodes[start:end]:
                 node.meta.update({k: origin.meta[k] for k in _KEPT if k in origin.meta})
-                dropping |= node.target is c10d.all_gather_into_tensor.default and origin.meta.get("regather", False)
+                dropping |= node.target is c10d.all_gather_into_tensor.default and origin.meta.get(
+                    "regather", False
+                )
                 if dropping or _is_free(node):
                     self.repeatable.add(node)
         marks = self.joint.backward_marks
@@ -316,5 +324,3 @@ def _finish(graph: Graph) -> GraphModule:
         node.meta = {k: v for k, v in node.meta.items() if k in kept}
     graph.lint()
     return GraphModule(torch.nn.Module(), graph)
-
-

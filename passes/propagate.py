@@ -21,7 +21,9 @@ from functools import lru_cache
 from typing import Any
 
 import numpy as np
+from torch import Tensor
 from torch.fx import Node
+from torch.fx.node import map_arg
 
 from autopar3d.errors import PlanError
 from autopar3d.factors import Factors, ValueShape, is_getitem, producer
@@ -30,14 +32,17 @@ from autopar3d.hardware import Hardware
 from autopar3d.plan import Decisions
 from autopar3d.prices import price_table
 from autopar3d.program import Program
-from autopar3d.redistribute import State
-from autopar3d.rules import LocalOp, OpSpec, operands
+from autopar3d.redistribute import State, sent
+from autopar3d.rules import LocalOp, OpSpec, operands, results
 from autopar3d.saved import is_view, saved_operands
 from autopar3d.solver import Problem
-from autopar3d.strategies import Strategy, given, needed, states, strategies
+from autopar3d.strategies import Strategy, given, needed, states, strategies, summed_factors
 
 SCHEMES = ("auto", "3d", "2d", "1d", "zero3", "zero3x1d")
 REGATHER = ("all", "weights", "none")
+
+# Results of fewer elements may be kept whole where that saves collectives: row statistics, scalars.
+_SMALL = 1024
 
 # Weight of memory against time: only ever decides between plans of equal time.
 _TIE = 1e-24
@@ -67,7 +72,9 @@ def propagate(
     for name, value, known in (("scheme", scheme, SCHEMES), ("regather", regather, REGATHER)):
         if value not in known:
             raise PlanError(f"{name}={value!r} is not known; choose one of {', '.join(known)}")
-    return _Planner(program, grid, hardware, factors, scheme, regather, result_states, dict(pinned or {})).run()
+    return _Planner(
+        program, grid, hardware, factors, scheme, regather, result_states, dict(pinned or {})
+    ).run()
 
 
 @dataclass(frozen=True)
@@ -80,8 +87,6 @@ class Slot:
 
 def gradients(program: Program) -> set[Node]:
     """Nodes whose value has a gradient: floating point, and reached from a tensor that requires one."""
-    from torch import Tensor
-
     requires = {a.node for a in program.arguments if a.requires_grad}
     found: set[Node] = set()
     for node in program.graph.graph.nodes:
@@ -91,7 +96,9 @@ def gradients(program: Program) -> set[Node]:
         else:
             reached = any(n in found for n in node.all_input_nodes) and not _detaches(node)
         values = val if isinstance(val, (tuple, list)) else [val]
-        if reached and any(isinstance(v, Tensor) and (v.is_floating_point() or v.is_complex()) for v in values):
+        if reached and any(
+            isinstance(v, Tensor) and (v.is_floating_point() or v.is_complex()) for v in values
+        ):
             found.add(node)
     return found
 
@@ -142,6 +149,16 @@ def _flags(node: Node, grads: set[Node]) -> tuple[bool, ...]:
     return tuple(o in grads for o in operands(node))
 
 
+def _signature(node: Node, spec: OpSpec) -> tuple[Any, ...]:
+    """Equal for two nodes whose strategies and costs are equal."""
+    plain = map_arg((node.args, dict(node.kwargs)), lambda n: _type(n.meta["val"]))
+    return (node.target, str(plain), tuple(spec.sizes.items()), spec.inputs, spec.outputs, spec.whole)
+
+
+def _type(val: Any) -> str:
+    return f"{val.dtype}{tuple(val.shape)}" if isinstance(val, Tensor) else str(val)
+
+
 def drops(regather: str, value: Node) -> bool:
     """Whether gathered copies of this value are dropped after forward and gathered again."""
     return regather == "all" or (regather == "weights" and value.op == "placeholder")
@@ -168,6 +185,10 @@ class _Planner:
         self.regathered = regathered(program, self.grads, self.slots)
         self.problem = Problem()
         self.options: dict[Any, list[Any]] = {}  # vertex -> its states
+        self.known: dict[
+            Any, tuple[list[Strategy], np.ndarray]
+        ] = {}  # kind of op -> strategies and their seconds
+        self.partial: dict[Node, bool] = {}
 
     def run(self) -> Decisions:
         for node in self.graph.nodes:
@@ -199,18 +220,52 @@ class _Planner:
 
     def _op(self, node: Node) -> None:
         spec = self.factors.specs[node]
-        options = strategies(spec, self.grid)
-        if spec.flops:
-            options = self._within_scheme(node, spec, options)
+        through = spec.linear and all(self._may_be_partial(o) for o in operands(node))
+        kind = (_signature(node, spec), node in self.grads, through, self._weight_operand(node))
+        if kind not in self.known:  # the same op on the same shapes, in another layer
+            options = strategies(spec, self.grid, through=through, repeat=self._may_repeat(node, spec))
+            if spec.flops:
+                options = self._within_scheme(node, spec, options)
+            self.known[kind] = options, np.array([self._seconds(node, spec, s) for s in options])
         vertex = ("op", node)
-        self.options[vertex] = options
-        self.problem.vertex(vertex, np.array([self._seconds(node, spec, s) for s in options]))
+        self.options[vertex], seconds = self.known[kind]
+        self.problem.vertex(vertex, seconds)
+
+    def _may_repeat(self, node: Node, spec: OpSpec) -> bool:
+        """Whether the op may be repeated on axes that could split it.
+
+        Matmuls, convolutions and attention never: that is what a grid is for, and costs that count bytes only would
+        find it free. With regather="all" nor may any op with a result of some size: it would leave results, which
+        backward keeps, whole on several ranks, where "all" promises 1/P.
+        """
+        if spec.flops:
+            return False
+        small = all(r is None or r.numel() < _SMALL for r in results(node))
+        return self.regather != "all" or small
+
+    def _may_be_partial(self, value: Node) -> bool:
+        """Whether a partial sum can reach a reader of this value: through single readers from an op that sums."""
+        if value not in self.partial:
+            source, _ = producer(value)
+            found = False
+            if source.op == "call_function" and len(self.slots.get(value, ())) == 1 and self._planned(source):
+                spec = self.factors.specs[source]
+                found = bool(summed_factors(spec)) or (
+                    spec.linear and all(self._may_be_partial(o) for o in operands(source))
+                )
+            self.partial[value] = found
+        return self.partial[value]
+
+    def _weight_operand(self, node: Node) -> int | None:
+        """Number of the operand that is a weight matrix, for the named schemes."""
+        found = [i for i, o in enumerate(operands(node)) if self._is_weight(o)]
+        return found[-1] if found else None
 
     def _within_scheme(self, node: Node, spec: OpSpec, options: list[Strategy]) -> list[Strategy]:
-        weights = [i for i, o in enumerate(operands(node)) if self._is_weight(o)]
-        if self.scheme == "auto" or not weights:
+        number = self._weight_operand(node)
+        if self.scheme == "auto" or number is None:
             return options
-        weight = set(spec.atoms(spec.inputs[weights[-1]]))
+        weight = set(spec.atoms(spec.inputs[number]))
         out = {f for dims in spec.outputs for f in spec.atoms(dims)}
         roles = _ROLES[self.scheme]
         legal = []
@@ -224,8 +279,10 @@ class _Planner:
         return legal or options
 
     def _is_weight(self, node: Node) -> bool:
-        return node.name in self.arguments and self.arguments[node.name].kind == "parameter" and (
-            len(self.factors.values[node].atoms) >= 2
+        return (
+            node.name in self.arguments
+            and self.arguments[node.name].kind == "parameter"
+            and (len(self.factors.values[node].atoms) >= 2)
         )
 
     def _parameter(self, node: Node) -> None:
@@ -301,8 +358,6 @@ class _Planner:
         moved = 0.0
         dtype = None
         tensors = [(self.factors.values[o], d) for o, d in zip(operands(node), spec.inputs, strict=True)]
-        from torch import Tensor
-
         vals = node.meta["val"] if isinstance(node.meta["val"], (tuple, list)) else [node.meta["val"]]
         outs = [(v, d) for v, d in zip(vals, spec.outputs, strict=False) if isinstance(v, Tensor)]
         for shape, dims in tensors:
@@ -320,7 +375,7 @@ class _Planner:
             for e in spec.exchange(local):
                 link = hardware.link(e.axis, grid)
                 if e.phase == "forward" or node in self.grads:
-                    size = _sent(e.kind, grid.axis_size(e.axis), e.elements) * dtype.itemsize
+                    size = sent(e.kind, grid.axis_size(e.axis), e.elements) * dtype.itemsize
                     seconds += link.latency + size / link.bandwidth
         return seconds + _TIE * moved
 
@@ -342,7 +397,15 @@ class _Planner:
                 results[what] = option
         self._set_aside(chosen, storage, results)
         return Decisions(
-            self.grid, self.hardware, chosen, storage, copies, tuple(results), cost, exact, self._kept_whole(storage)
+            self.grid,
+            self.hardware,
+            chosen,
+            storage,
+            copies,
+            tuple(results),
+            cost,
+            exact,
+            self._kept_whole(storage),
         )
 
     def _set_aside(
@@ -376,7 +439,9 @@ class _Planner:
         for slot in self.slots[node]:
             if slot.reader is None:
                 return None
-            state = needed(self.factors.specs[slot.reader], chosen[slot.reader.name], slot.operand, grad=False)
+            state = needed(
+                self.factors.specs[slot.reader], chosen[slot.reader.name], slot.operand, grad=False
+            )
             wants.add(state)
         if len(wants) != 1:
             return None
@@ -420,10 +485,3 @@ def storages(value: ValueShape, grid: Grid) -> list[State]:
     plain = [s for s in found if value.layout(s, grid).is_plain]
     most = max(grid.extent(s.sharding) for s in plain)
     return [s for s in plain if grid.extent(s.sharding) == most]
-
-
-def _sent(kind: str, size: int, local: float) -> float:
-    once = (size - 1) * local if kind == "all_gather" else (size - 1) * local / size
-    return 2 * once if kind == "all_reduce" else once
-
-

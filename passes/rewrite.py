@@ -22,8 +22,8 @@ from autopar3d.grid import Grid
 from autopar3d.layout import Layout
 from autopar3d.plan import Decisions
 from autopar3d.program import Program, module_path
-from autopar3d.redistribute import State, Step, Transfer, route, transfers
-from autopar3d.rules import LocalOp, operands
+from autopar3d.redistribute import State, Step, Transfer, route, sent, transfers
+from autopar3d.rules import Exchange, LocalOp, operands, results
 from autopar3d.strategies import given, needed
 
 from .propagate import Slot, drops, gradients, readings, regathered
@@ -31,11 +31,15 @@ from .propagate import Slot, drops, gradients, readings, regathered
 
 @dataclass(frozen=True)
 class Movement:
-    """One step of one value, as emitted: what it is for, and the collectives that it causes."""
+    """One step of one value on its way to a reader, or what one op exchanges inside, and the collectives it causes.
+
+    `kind` is that of the `redistribute.Step`, or `inside` for an op's own collectives.
+    """
 
     value: str
     module: str
-    step: Step
+    kind: str
+    axis: str
     reader: str
     transfers: tuple[Transfer, ...]
     dtype: torch.dtype
@@ -58,7 +62,9 @@ class LocalProgram:
     movements: tuple[Movement, ...]
 
 
-def rewrite(program: Program, factors: Factors, decisions: Decisions, *, regather: str = "all") -> LocalProgram:
+def rewrite(
+    program: Program, factors: Factors, decisions: Decisions, *, regather: str = "all"
+) -> LocalProgram:
     """Carry out the decisions. `regather` says which gathered copies are dropped after forward (for `movements`)."""
     return _Rewriter(program, factors, decisions, regather).run()
 
@@ -88,15 +94,19 @@ class _Rewriter:
         self.graph.output(tuple(results))
         self.graph.lint()
         arguments = tuple(
-            self._layout(n, self.decisions.storage[n.name]) for n in self.source.nodes if n.op == "placeholder"
+            self._layout(n, self.decisions.storage[n.name])
+            for n in self.source.nodes
+            if n.op == "placeholder"
         )
         module = GraphModule(torch.nn.Module(), self.graph)
-        return LocalProgram(module, arguments, tuple(layouts), tuple(map(self._final, range(len(self.movements)))))
+        return LocalProgram(
+            module, arguments, tuple(layouts), tuple(map(self._final, range(len(self.movements))))
+        )
 
     def _final(self, number: int) -> Movement:
         """The movement without the regather of a copy that no backward needs."""
         m = self.movements[number]
-        if number in self.again:
+        if m.kind == "inside" or number in self.again:
             return m
         return replace(m, transfers=tuple(t for t in m.transfers if t.phase != "regather"))
 
@@ -127,9 +137,13 @@ class _Rewriter:
         order = iter(range(len(local_operands)))
         args, kwargs = map_arg(
             (node.args, dict(node.kwargs)),
-            lambda n: local_operands[next(order)] if isinstance(n.meta.get("val"), torch.Tensor) else self.ops[n],
+            lambda n: (
+                local_operands[next(order)] if isinstance(n.meta.get("val"), torch.Tensor) else self.ops[n]
+            ),
         )
         op = LocalOp(node, spec, strategy.axes_of, self.grid, args, kwargs)
+        if spec.exchange is not None:
+            self._inside(node, spec.exchange(op))
         target, args, kwargs = spec.lower(op) if spec.lower else (node.target, args, kwargs)
         local = self.graph.call_function(target, tuple(args), dict(kwargs), name=node.name)
         local.meta = self._meta(node)
@@ -142,6 +156,16 @@ class _Rewriter:
                 item = self.graph.call_function(operator.getitem, (local, user.args[1]), name=user.name)
                 item.meta = self._meta(node)
                 self._arrive(user, given(spec, strategy, int(user.args[1])), item)  # type: ignore[arg-type]
+
+    def _inside(self, node: Node, exchanges: list[Exchange]) -> None:
+        dtype = next(r.dtype for r in results(node) if r is not None)
+        for e in exchanges:
+            if e.phase == "forward" or node in self.grads:
+                elements = sent(e.kind, self.grid.axis_size(e.axis), e.elements)
+                moved = Transfer(e.kind, e.axis, elements, "forward" if e.phase == "forward" else "backward")
+                self.movements.append(
+                    Movement(node.name, module_path(node), "inside", e.axis, node.name, (moved,), e.dtype or dtype)
+                )
 
     @staticmethod
     def _meta(node: Node) -> dict[str, Any]:
@@ -174,7 +198,10 @@ class _Rewriter:
         args: tuple[Any, ...]
         atom = self._scatterable(shape, before, step) if step.kind == "regroup" else None
         if step.kind == "gather":
-            function, args = ops.gather, (*self._where(shape, step.after, step.atom), group, size, step.varying)
+            function, args = (
+                ops.gather,
+                (*self._where(shape, step.after, step.atom), group, size, step.varying),
+            )
         elif step.kind == "cut":
             function, args = ops.cut, (*self._where(shape, before, step.atom), group, size, step.varying)
         elif step.kind == "scatter":
@@ -193,7 +220,9 @@ class _Rewriter:
             function, args = ops.mask, (group, step.varying)
         else:
             function, args = {"fork": ops.fork, "unfork": ops.unfork}[step.kind], (group,)
-        node = self.graph.call_function(function, (local, *args), name=f"{value.name}_{step.kind}_{step.axis}")
+        node = self.graph.call_function(
+            function, (local, *args), name=f"{value.name}_{step.kind}_{step.axis}"
+        )
         origin = value if reader is None or value.op != "placeholder" else reader
         node.meta = self._meta(origin)
         drop = drops(self.regather, value)
@@ -205,8 +234,9 @@ class _Rewriter:
             if t.phase == "forward" or (value in self.grads and (t.phase == "backward" or drop))
         )
         self.numbers[node] = len(self.movements)
+        name = reader.name if reader else "output"
         self.movements.append(
-            Movement(value.name, module_path(origin), step, reader.name if reader else "output", kept, shape.dtype)
+            Movement(value.name, module_path(origin), step.kind, step.axis, name, kept, shape.dtype)
         )
         return node
 
@@ -238,4 +268,3 @@ class _Rewriter:
             nodes.append(self._read(value, state, Slot(None, i)))
             layouts.append(self._layout(value, state))
         return nodes, layouts
-

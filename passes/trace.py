@@ -27,7 +27,7 @@ from torch.fx import Graph, GraphModule, Node
 from torch.utils._pytree import TreeSpec, keystr, tree_flatten_with_path, tree_leaves, tree_unflatten
 
 from autopar3d.errors import TraceError
-from autopar3d.export import PREFIX, TENSOR, Recording, export, own_frames
+from autopar3d.export import TENSOR, Recording, export, own_name
 from autopar3d.program import Argument, Program, Result, source_line
 from autopar3d.pytrees import flatten_input, register_caches
 
@@ -94,15 +94,22 @@ class _Assembly:
         )
 
     def _refuse_mutations(self) -> None:
+        inputs = [s.arg.name for s in self.signature.input_specs if s.kind is InputKind.USER_INPUT]
+        paths = dict(zip(inputs, (path for path, _ in self.leaves), strict=True))
         for spec in self.signature.output_specs:
             if spec.kind is OutputKind.PARAMETER_MUTATION:
-                what = f"the parameter {_own_name(spec.target)}"
-                way_out = "make it a buffer, or change it outside of forward, between steps"
+                what = f"the parameter {own_name(spec.target)}"
+                way_out = (
+                    "make it a buffer or a parametrization, or change it outside the model, between steps"
+                )
             elif spec.kind is OutputKind.USER_INPUT_MUTATION:
-                what, way_out = f"its input {spec.target}", "work on a copy: x = x.clone()"
+                what, way_out = f"its input {paths[spec.target]}", "work on a copy: x = x.clone()"
             else:
                 continue
-            raise TraceError(f"{self._site(self.old[spec.arg.name])} changes {what} in place; {way_out}")
+            raise TraceError(
+                f"{self._site(self.old[spec.arg.name])} changes {what} in place inside forward, which a "
+                f"compiled graph cannot represent; {way_out}"
+            )
 
     def _placeholders(self) -> None:
         """One placeholder a parameter, buffer, constant and tensor input, in this order.
@@ -116,8 +123,8 @@ class _Assembly:
         inputs: list[InputSpec] = []
         for spec in self.signature.input_specs:
             if spec.kind in (InputKind.PARAMETER, InputKind.BUFFER):
-                by_name.setdefault(_own_name(spec.target), []).append(spec.arg.name)
-                persistent[_own_name(spec.target)] = spec.persistent is not False
+                by_name.setdefault(own_name(spec.target), []).append(spec.arg.name)
+                persistent[own_name(spec.target)] = spec.persistent is not False
             elif spec.kind is InputKind.CONSTANT_TENSOR:
                 name = self._registered_name(self.exported.constants[spec.target])
                 if name is not None:
@@ -162,15 +169,16 @@ class _Assembly:
         learned = {t.untyped_storage()._cdata for t in self.model.parameters()}
         for spec in specs:
             value = self.exported.constants[spec.target]
-            name, attribute = self.held.get(_storage(value), (_own_name(spec.target), value))
+            name, attribute = self.held.get(_storage(value), (own_name(spec.target), value))
             if value.untyped_storage()._cdata in learned:
                 raise TraceError(
                     f"{name} is a view of a parameter, made outside of forward; make it in forward"
                 )
             if attribute.requires_grad:
                 raise TraceError(
-                    f"forward uses {name}, which requires a gradient but is not among the model's parameters, "
-                    "so that it would never train; hold it in an nn.ParameterList, ParameterDict or ModuleList"
+                    f"forward uses {name}, which requires a gradient but is not among the model's "
+                    "parameters, so that it would never train; hold it in an nn.ParameterList, "
+                    "nn.ParameterDict or nn.ModuleList"
                 )
             node = self._placeholder(_identifier("constant", name), [spec.arg.name])
             self.constants[node.name] = value.detach().clone()
@@ -196,13 +204,7 @@ class _Assembly:
                 "of a fixed shape"
             )
         copy = self.graph.node_copy(node, lambda n: self.new[n.name])
-        # The first module and the first frame are those of export's wrapper.
-        stack = list(node.meta.get("nn_module_stack", {}).items())[1:]
-        copy.meta = {
-            "val": node.meta.get("val"),
-            "stack_trace": own_frames(node.meta.get("stack_trace")),
-            "nn_module_stack": {key: (_own_name(name), cls) for key, (name, cls) in stack},
-        }
+        copy.meta = {key: node.meta.get(key) for key in ("val", "stack_trace", "nn_module_stack")}
         self.new[node.name] = copy
 
     def _site(self, node: Node) -> str:
@@ -223,17 +225,12 @@ class _Assembly:
                 results.append(Result("output", path, None, value))
         for spec in specs:
             if spec.kind is OutputKind.BUFFER_MUTATION:
-                name = self._canonical(_own_name(spec.target))
+                name = self._canonical(own_name(spec.target))
                 results.append(Result("buffer", name, self.new[spec.arg.name].name))
         return tuple(results)
 
     def _canonical(self, name: str) -> str:
         return next(a.names[0] for a in self.arguments if a.kind == "buffer" and name in a.names)
-
-
-def _own_name(target: str | None) -> str:
-    """The model's name of what export names with the wrapper's prefix."""
-    return (target or "").removeprefix(PREFIX.removesuffix(".")).removeprefix(".")
 
 
 def _identifier(kind: str, name: str) -> str:

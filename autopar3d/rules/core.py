@@ -71,12 +71,16 @@ class OpSpec:
 
 @dataclass(frozen=True)
 class Exchange:
-    """A collective that a lowering performs itself: elements put in per rank, and when (`forward` or `backward`)."""
+    """A collective that a lowering performs itself: elements put in per rank, and when (`forward` or `backward`).
+
+    `dtype` is what travels, where it is not that of the op's first result.
+    """
 
     kind: str
     axis: str
     elements: float
     phase: str = "forward"
+    dtype: torch.dtype | None = None
 
 
 @dataclass(frozen=True)

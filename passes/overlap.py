@@ -1,0 +1,420 @@
+"""overlap: an emitted graph in an order that hides communication under compute. Only the order changes, no value.
+
+A list schedule in three steps, all on predicted times (`autopar3d.timing`), the same on every rank:
+
+1. *Work*: compute and the collectives that depend on it are put in order as a simulated machine would meet them. Of
+   what is ready, starts go first, then what lies on the longest path to the end. So the path of the activations'
+   gradients leads, and weights' gradients fill the time in which it waits. Nodes that are only another form of what a
+   collective brought (waits, views, reshuffles) go right before their first reader, so that none waits early.
+2. *Prefetch*: gathers of what is there from the beginning (weights, saved shards) are moved up, from the last to the
+   first: before at least one heavy op (matmul, convolution, attention), and further while the link needs the time.
+3. *Check*: where the predicted peak of memory rises above the bound, or the step does not get shorter, a more timid
+   schedule is tried, at last the graph's own order.
+"""
+
+from __future__ import annotations
+
+import heapq
+import operator
+from collections import defaultdict, deque
+from collections.abc import Iterable
+
+import torch
+from torch.fx import Graph, GraphModule, Node
+
+from autopar3d.grid import Grid
+from autopar3d.hardware import Hardware
+from autopar3d.timeline import Network, Storage, live_bytes, timeline_of
+from autopar3d.timing import axis_of, is_heavy, is_start, is_view, is_wait, seconds
+
+aten = torch.ops.aten
+
+# (heavy ops by which a node may overtake another, heavy ops by which a prefetch may lead its reader), bold to timid.
+_LADDER = ((8, 4), (4, 2), (2, 1), (0, 1))
+
+# A gather is prefetched this many times its predicted duration before its reader: predictions are not exact.
+_SLACK = 1.5
+
+# Local copies that bring a value into another form. They go with their reader, as views do.
+_RESHUFFLES = {aten.clone, aten.reshape, aten.contiguous}
+# The same, when nothing but inputs of the graph lies before them (weights cast before they are gathered).
+_PREPARATIONS = {aten._to_copy}
+
+
+def overlap(module: GraphModule, grid: Grid, hardware: Hardware, *, memory: float = 0.10) -> GraphModule:
+    """Reorder a forward or backward graph so that its collectives run while it computes.
+
+    Args:
+        memory: the predicted peak of live bytes may rise by at most this fraction of the given order's peak.
+    """
+    given = list(module.graph.nodes)
+    if any(_mutates(n) for n in given):
+        return _rebuild(module, given)
+    before = timeline_of(given, grid, hardware)
+    bound = (1.0 + memory) * before.peak_bytes
+    facts = _Facts(given, grid, hardware)
+    for lag, lead in _LADDER:
+        work = _Work(facts, lag, (before.peak_bytes + bound) / 2)
+        order = _prefetch(facts, work, lead, bound)
+        after = timeline_of(order, grid, hardware)
+        if after.peak_bytes <= bound and after.seconds <= before.seconds * (1.0 + 1e-9):
+            return _rebuild(module, order)
+    return _rebuild(module, given)
+
+
+def _mutates(node: Node) -> bool:
+    # Emitted graphs are functional. In one that is not, edges do not tell what may change places.
+    schema = getattr(node.target, "_schema", None)
+    return node.op in ("call_module", "call_method") or (schema is not None and schema.is_mutable)
+
+
+def _rebuild(module: GraphModule, order: Iterable[Node]) -> GraphModule:
+    graph = Graph()
+    copied: dict[Node, Node] = {}
+    for node in order:
+        copied[node] = graph.node_copy(node, lambda n: copied[n])
+    graph.lint()
+    result = GraphModule(module, graph)
+    result.meta.update(module.meta)
+    return result
+
+
+class _Facts:
+    """What all steps read of a graph.
+
+    Attributes:
+        lazy: nodes that are not scheduled themselves, but emitted when a reader needs them: waits, views, reshuffles,
+            the starts in `ahead`, and small work on inputs of the graph (masks, say), which can always be done later.
+        sources: what a node waits for through lazy nodes: compute that must have run, collectives that must be through.
+        ahead: starts that depend on inputs of the graph only, and are read late enough to be prefetched.
+        depth: heavy ops before a node in the given order.
+        urgency: seconds of the longest path from a node's start to the end of the graph.
+    """
+
+    def __init__(self, nodes: list[Node], grid: Grid, hardware: Hardware) -> None:
+        self.nodes, self.grid, self.hardware = nodes, grid, hardware
+        self.index = {n: i for i, n in enumerate(nodes)}
+        self.seconds = {n: seconds(n, hardware, grid) for n in nodes}
+        self.heavy = {n for n in nodes if is_heavy(n)}
+        self.storage = Storage(nodes)
+        self.body = [n for n in nodes if n.op not in ("placeholder", "get_attr", "output")]
+        self.depth: dict[Node, int] = {}
+        depth = 0
+        for node in nodes:
+            self.depth[node] = depth
+            depth += node in self.heavy
+        self.urgency: dict[Node, float] = {}
+        for node in reversed(nodes):
+            self.urgency[node] = self.seconds[node] + max((self.urgency[u] for u in node.users), default=0.0)
+        self.ahead = self._ahead()
+        self.lazy: set[Node] = set()
+        self.sources: dict[Node, tuple[Node, ...]] = {}
+        self._dependences()
+        self.work = [n for n in self.body if n not in self.lazy]
+
+    def _ahead(self) -> set[Node]:
+        """Starts to prefetch; of a chain of gathers, each needs a heavy op of its own to hide under."""
+        links: dict[Node, int] = {}  # nodes that come of inputs only -> starts before them
+        for node in self.nodes:
+            if node.op in ("placeholder", "get_attr"):
+                links[node] = 0
+            elif (_follows(node) or _packet(node) in _PREPARATIONS or is_start(node)) and node.all_input_nodes:
+                if all(n in links for n in node.all_input_nodes):
+                    links[node] = max(links[n] + is_start(n) for n in node.all_input_nodes)
+        first: dict[Node, int] = {}  # such a node -> heavy ops before its first reader
+        for node in reversed(self.body):
+            if node in links:
+                readers = (first[u] if u in links else self.depth[u] for u in node.users)
+                first[node] = min(readers, default=0)
+        found: set[Node] = set()
+        for node in self.body:
+            if node in links and is_start(node) and first[node] > links[node]:
+                found.add(node)
+        # A chain whose end is too near to its inputs is left whole to the first step.
+        for node in self.body:
+            if node in found and any(s not in found for s in self._starts_before(node, links)):
+                found.discard(node)
+        return found
+
+    def _starts_before(self, node: Node, among: Iterable[Node]) -> list[Node]:
+        found, todo = [], list(node.all_input_nodes)
+        while todo:
+            n = todo.pop()
+            if is_start(n):
+                found.append(n)
+            elif n.op == "call_function":
+                todo += n.all_input_nodes
+        return found
+
+    def _dependences(self) -> None:
+        seeded: Node | None = None
+        for node in self.nodes:
+            found: dict[Node, None] = {}
+            for n in node.all_input_nodes:
+                if n in self.lazy:
+                    found.update(dict.fromkeys(self.sources[n]))
+                elif n.op == "call_function":
+                    found[n] = None
+            random = torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ())
+            small = not (found or random or is_start(node) or node in self.heavy)
+            if _follows(node) or node in self.ahead or small:
+                self.lazy.add(node)
+            elif random:
+                # Random numbers come in the order in which they are drawn.
+                if seeded is not None:
+                    found[seeded] = None
+                seeded = node
+            self.sources[node] = tuple(found)
+
+    def closure(self, node: Node, emitted: Iterable[Node]) -> list[Node]:
+        """The lazy nodes that a node needs and that are not yet emitted, in an order that works."""
+        found: dict[Node, None] = {}
+        todo = [n for n in node.all_input_nodes if n in self.lazy and n not in emitted]
+        while todo:
+            n = todo.pop()
+            if n not in found:
+                found[n] = None
+                todo += [m for m in n.all_input_nodes if m in self.lazy and m not in emitted]
+        return sorted(found, key=self.index.__getitem__)
+
+
+def _packet(node: Node) -> object:
+    return getattr(node.target, "overloadpacket", None)
+
+
+def _follows(node: Node) -> bool:
+    return node.op == "call_function" and (is_view(node) or is_wait(node) or _packet(node) in _RESHUFFLES)
+
+
+class _Work:
+    """Step 1.
+
+    Attributes:
+        order: every node of the graph.
+        time: when each is met, in seconds, aligned with `order`.
+    """
+
+    def __init__(self, facts: _Facts, lag: int, bound: float) -> None:
+        self.facts, self.lag, self.bound = facts, lag, bound
+        self.order: list[Node] = []
+        self.time: list[float] = []
+        self.emitted: set[Node] = set()
+        self.now = 0.0
+        self.heavies = 0
+        self.network = Network(facts.hardware, facts.grid)
+        self.live = 0
+        self.reads_left = dict.fromkeys(facts.nodes, 0)
+        for owners in facts.storage.reads.values():
+            for owner in owners:
+                self.reads_left[owner] += 1
+        self.unmet = {n: len(facts.sources[n]) for n in facts.work}
+        self.readers: dict[Node, list[Node]] = defaultdict(list)
+        for node in facts.work:
+            for source in facts.sources[node]:
+                self.readers[source].append(node)
+        self.ready_starts: list[tuple[float, int]] = []
+        self.ready: list[tuple[float, int]] = []
+        self.parked: list[tuple[int, int]] = []  # ready, but too far ahead: by depth
+        self.draining: deque[tuple[Node, float, int]] = deque()  # starts that only the output reads
+        self.reserve: Node | None = None  # the last heavy op, and what may still start before it
+        self.to_hide: deque[Node] = deque()
+        self._frontier = 0
+        self._run()
+
+    def _run(self) -> None:
+        for node in self.facts.nodes:
+            if node.op in ("placeholder", "get_attr"):
+                self._append(node)
+        for node in self.facts.work:
+            if not self.unmet[node]:
+                self._arrive(node)
+        while self._find_frontier() is not None:
+            self._met(self.network.advance(self.now))
+            self._drain()
+            node = self._next_start() or self._next_compute()
+            if node is None and not self.network.busy:
+                node = self._find_frontier()
+            if node is not None:
+                self._emit(node)
+                continue
+            self._met(self.network.advance_to_next())
+            self.now = max(self.now, self.network.now)
+        self._emit(self.facts.nodes[-1])
+        for node in self.facts.body:  # what nobody reads
+            if node not in self.emitted:
+                self.order.insert(-1, node)
+                self.time.insert(-1, self.now)
+
+    # -- choosing --------------------------------------------------------------------------------------------------
+
+    def _find_frontier(self) -> Node | None:
+        """The first node in the given order that is not yet scheduled: always allowed, so there is no dead end."""
+        work = self.facts.work
+        while self._frontier < len(work) and work[self._frontier] in self.emitted:
+            self._frontier += 1
+        return work[self._frontier] if self._frontier < len(work) else None
+
+    def _arrive(self, node: Node) -> None:
+        key = (-self.facts.urgency[node], self.facts.index[node])
+        heapq.heappush(self.ready_starts if is_start(node) else self.ready, key)
+
+    def _met(self, sources: Iterable[Node]) -> None:
+        for source in sources:
+            for node in self.readers[source]:
+                self.unmet[node] -= 1
+                if not self.unmet[node]:
+                    self._arrive(node)
+
+    def _next_start(self) -> Node | None:
+        node = self._top(self.ready_starts)
+        if node is None or not (self._fits(node) or node is self._find_frontier()):
+            return None
+        return node
+
+    def _next_compute(self) -> Node | None:
+        frontier = self._find_frontier()
+        assert frontier is not None
+        furthest = self.facts.depth[frontier] + self.lag
+        while self.parked and self.parked[0][0] <= furthest:
+            self._arrive(self.facts.nodes[heapq.heappop(self.parked)[1]])
+        held: Node | None = None
+        while (node := self._top(self.ready)) is not None:
+            if self.facts.depth[node] > furthest:
+                heapq.heappush(self.parked, (self.facts.depth[node], self.facts.index[node]))
+            elif self._held_back(node):
+                held = node
+            else:
+                break
+            heapq.heappop(self.ready)
+        if held is not None:
+            self._arrive(held)
+        if node is None:
+            return None
+        if self._fits(node):
+            return node
+        # Short of memory: back to the given order, if need be after a pause.
+        return frontier if not self.unmet[frontier] else None
+
+    def _top(self, heap: list[tuple[float, int]]) -> Node | None:
+        while heap and self.facts.nodes[heap[0][1]] in self.emitted:
+            heapq.heappop(heap)
+        return self.facts.nodes[heap[0][1]] if heap else None
+
+    def _held_back(self, node: Node) -> bool:
+        """Whether this is the last heavy op, and other collectives can still start to run under it."""
+        if node not in self.facts.heavy or self.heavies + 1 < len(self.facts.heavy):
+            return False
+        if self.reserve is None:
+            self.reserve, below = node, {node}
+            for n in self.facts.nodes[self.facts.index[node] :]:
+                if not below.isdisjoint(n.all_input_nodes):
+                    below.add(n)
+            starts = [n for n in self.facts.work if is_start(n) and n not in below]
+            self.to_hide = deque(n for n in starts if n not in self.emitted)
+        while self.to_hide and self.to_hide[0] in self.emitted:
+            self.to_hide.popleft()
+        return bool(self.to_hide)
+
+    def _fits(self, node: Node) -> bool:
+        new = (node, *self.facts.closure(node, self.emitted))
+        return self.live + sum(self.facts.storage.size[n] for n in new) <= self.bound
+
+    # -- emitting --------------------------------------------------------------------------------------------------
+
+    def _emit(self, node: Node) -> None:
+        for n in (*self.facts.closure(node, self.emitted), node):
+            self._append(n)
+            for user in n.users:  # items of a tuple, so that the others need not be kept
+                if user not in self.emitted and user in self.facts.lazy and user.target is operator.getitem:
+                    self._append(user)
+        if node.op == "output":
+            return
+        if is_start(node):
+            self.network.advance(self.now)
+            self.network.start(node)
+            if not self.readers[node]:
+                self.draining.append((node, self.now, self.heavies))
+        else:
+            self.heavies += node in self.facts.heavy
+            self._met([node])
+
+    def _append(self, node: Node) -> None:
+        self.emitted.add(node)
+        self.order.append(node)
+        self.time.append(self.now)
+        if not is_start(node):
+            self.now += self.facts.seconds[node]
+        storage = self.facts.storage
+        self.live += storage.size[node]
+        for owner in storage.reads[node]:
+            self.reads_left[owner] -= 1
+            if not self.reads_left[owner] and owner.op == "call_function":
+                self.live -= storage.size[owner]
+
+    def _drain(self) -> None:
+        """Wait for gradients that must long be through: until then their whole, unreduced forms are kept."""
+        while self.draining:
+            start, began, heavies = self.draining[0]
+            done = self.network.done.get(start)
+            if done is None or self.now < began + 2 * (done - began) or self.heavies < heavies + 2:
+                return
+            self.draining.popleft()
+            for wait in start.users:
+                if is_wait(wait) and wait not in self.emitted:
+                    self._append(wait)
+
+
+def _prefetch(facts: _Facts, work: _Work, lead: int, bound: float) -> list[Node]:
+    """Step 2: the order with the starts in `facts.ahead` moved up."""
+    order, time = work.order, work.time
+    live = live_bytes(order, facts.storage).astype(float)
+    busy = _busy(facts, order)
+    position = {n: i for i, n in enumerate(order)}
+    need: dict[Node, int] = {}  # before which position a start's result is read
+    free_until: dict[str, float] = {}  # when the next collective that was moved up needs its axis
+    slots: dict[int, list[Node]] = defaultdict(list)
+    chain: dict[Node, list[Node]] = {}
+    for start in reversed([n for n in order if n in facts.ahead]):
+        axis = axis_of(start)
+        before = chain[start] = facts.closure(start, ())
+        # Until it is waited for, a collective holds its result and what it reads.
+        extra = facts.storage.size[start] + sum(
+            facts.storage.size[n] for n in facts.storage.reads[start] if n.op == "call_function"
+        )
+        at = end = need.get(start, position[start])
+        latest = min(time[min(end, len(time) - 1)], free_until.get(axis, float("inf")))
+        wanted = _SLACK * facts.seconds[start]
+        passed = 0
+        while at > 0 and order[at - 1].op == "call_function":
+            heavy = order[at - 1] in facts.heavy
+            enough = latest - time[at] - (busy[axis][end] - busy[axis][at]) >= wanted
+            if (passed and enough) or (heavy and passed >= lead) or live[at - 1] + extra > bound:
+                break
+            at -= 1
+            passed += heavy
+        live[at:end] += extra
+        free_until[axis] = min(latest, time[at] + facts.seconds[start])
+        slots[at].append(start)
+        for n in before:
+            if n in facts.ahead:
+                need[n] = min(need.get(n, end), at)
+    moved: dict[Node, None] = {}
+    for i, node in enumerate(order):
+        # Of several chains that start in one place, all first links go before the second ones.
+        for start in sorted(reversed(slots[i]), key=lambda n: sum(m in facts.ahead for m in chain[n])):
+            moved.update(dict.fromkeys((*facts.closure(start, moved), start)))
+        if node not in facts.ahead:
+            moved.update(dict.fromkeys((*facts.closure(node, moved), node)))
+    return list(moved)
+
+
+def _busy(facts: _Facts, order: list[Node]) -> dict[str, list[float]]:
+    """Per axis, seconds of collectives that the first step started before each position."""
+    total = dict.fromkeys(("x", "y", "z"), 0.0)
+    found: dict[str, list[float]] = {axis: [0.0] for axis in total}
+    for node in order:
+        if is_start(node) and node not in facts.ahead:
+            total[axis_of(node)] += facts.seconds[node]
+        for axis, seen in found.items():
+            seen.append(total[axis])
+    return found

@@ -1,0 +1,62 @@
+"""The rule table is proved numerically: every rule, every legal placement of axes on its factors, against the plain op.
+
+A placement is forced, the local program is made by the real passes, and all ranks run in lock-step. Results and
+gradients must be the plain op's, and the collectives in the emitted graphs must be those that the rule and the changes
+of layout announce. Ops with more than `LIMIT` placements are proved on a fixed sample of them (`-m slow` takes more).
+"""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+
+from autopar3d.grid import Grid
+from autopar3d.rules import RULES
+from autopar3d.strategies import Strategy
+
+from .one_op import OneOp, Sample
+from .samples import samples
+
+SAMPLES = samples()
+GRIDS = (Grid(2, 2, 2), Grid(2, 3, 1))
+LIMIT, SLOW_LIMIT = 6, 60
+
+
+def _name(sample: Sample) -> str:
+    return str(sample.op).removeprefix("aten.").removesuffix(".default")
+
+
+def _chosen(found: list[Strategy], limit: int) -> list[Strategy]:
+    """All of them, or a fixed sample that has the first, the most sharded, and one with two axes on a factor."""
+    if len(found) <= limit:
+        return found
+    nested = [s for s in found if any(len(axes) > 1 for _, axes in s.assigned)]
+    chosen = [found[0], max(found, key=lambda s: len(s.axes)), *nested[-1:]]
+    rest = [s for s in found if s not in chosen]
+    return chosen + random.Random(0).sample(rest, limit - len(chosen))
+
+
+def _prove(sample: Sample, limit: int) -> None:
+    one = OneOp(sample)
+    for grid in GRIDS:
+        for strategy in _chosen(one.strategies(grid), limit):
+            try:
+                one.check(grid, strategy)
+            except Exception as error:
+                raise AssertionError(f"{sample.op} on {grid} with {strategy}: {error}") from error
+
+
+def test_every_rule_has_a_sample() -> None:
+    assert set(RULES) - {s.op for s in SAMPLES} == set()
+
+
+@pytest.mark.parametrize("number", range(len(SAMPLES)), ids=lambda i: f"{_name(SAMPLES[i])}-{i}")
+def test_rule(number: int) -> None:
+    _prove(SAMPLES[number], LIMIT)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("number", range(len(SAMPLES)), ids=lambda i: f"{_name(SAMPLES[i])}-{i}")
+def test_rule_at_length(number: int) -> None:
+    _prove(SAMPLES[number], SLOW_LIMIT)
