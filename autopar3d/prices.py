@@ -46,9 +46,10 @@ def price_table(atoms: int, grid: Grid, hardware: Hardware) -> PriceTable:
     """Prices between all placements of a value with `atoms` atoms (whether or not the atoms divide)."""
     axes = grid.axes
     all_states = _all_states(atoms, axes)
-    place = np.array([[_code(s.place(a)) for a in axes] for s in all_states], dtype=np.int8).reshape(-1, len(axes))
-    order = np.array([[_position(s, a) for a in axes] for s in all_states], dtype=np.int8).reshape(-1, len(axes))
     count = len(all_states)
+    place = np.array([[_code(s.place(a)) for a in axes] for s in all_states], dtype=np.int8)
+    order = np.array([[_position(s, a) for a in axes] for s in all_states], dtype=np.int8)
+    place, order = place.reshape(count, len(axes)), order.reshape(count, len(axes))  # a grid of one has no axes
     source, target = (m.ravel() for m in np.meshgrid(np.arange(count), np.arange(count), indexing="ij"))
     walk = _Walk(place[source], order[source], place[target], order[target], atoms, grid, hardware)
     walk.run()

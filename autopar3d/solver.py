@@ -99,7 +99,8 @@ class Problem:
 
     def _through(self, costs: np.ndarray, a: np.ndarray, b: np.ndarray) -> np.ndarray:
         """The edge that stands for a folded vertex between two others; equal ones, as in equal layers, only once."""
-        key = hashlib.blake2b(costs.tobytes() + a.tobytes() + b.tobytes()).digest()
+        shapes = repr((a.shape, b.shape)).encode()  # equal bytes of another shape are another product
+        key = hashlib.blake2b(shapes + costs.tobytes() + a.tobytes() + b.tobytes()).digest()
         if key not in self.products:
             self.products[key] = min_plus((costs[:, None] + a).T, b)
         return self.products[key]

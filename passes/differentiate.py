@@ -41,6 +41,7 @@ class Differentiated:
         backward: takes (*saved, *tangents), returns the gradients; None when nothing has a gradient.
         inference: takes the local arguments, returns the results only.
         results: number of results.
+        differentiable: numbers of the results that have a gradient.
         tangents: numbers of the results whose gradients the backward takes.
         gradients: numbers of the arguments whose gradients the backward returns, in order.
     """
@@ -49,6 +50,7 @@ class Differentiated:
     backward: GraphModule | None
     inference: GraphModule
     results: int
+    differentiable: frozenset[int]
     tangents: tuple[int, ...]
     gradients: tuple[int, ...]
 
@@ -104,6 +106,7 @@ class _Joint:
         self.forward_ranges: list[tuple[int, int, Node]] = []
         self.backward_marks: list[tuple[int, Node]] = []
         self.boundary = 0
+        self.differentiable: frozenset[int] = frozenset()
         self.tangents: list[int] = []
         self.gradients: list[int] = []
         self.results = 0
@@ -137,7 +140,8 @@ class _Joint:
             self.results = len(outs)
             self.boundary = self.position()
             wanted = range(len(outs)) if self.seeds is None else self.seeds
-            self.tangents = [i for i in wanted if outs[i].requires_grad]
+            self.differentiable = frozenset(i for i, o in enumerate(outs) if o.requires_grad)
+            self.tangents = [i for i in wanted if i in self.differentiable]
             sources = [x for x, g in zip(inputs, self.requires_grad, strict=True) if g]
             grads: list[Tensor | None] = [None] * len(sources)
             if self.tangents and sources:
@@ -212,6 +216,7 @@ class _Cut:
             _finish(backward) if self.grads else None,
             inference,
             self.joint.results,
+            self.joint.differentiable,
             tuple(self.joint.tangents),
             tuple(self.joint.gradients),
         )

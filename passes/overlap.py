@@ -19,6 +19,7 @@ import operator
 from collections import defaultdict, deque
 from collections.abc import Iterable
 
+import numpy as np
 import torch
 from torch.fx import Graph, GraphModule, Node
 
@@ -88,6 +89,8 @@ class _Facts:
         sources: what a node waits for through lazy nodes: compute that must have run, collectives that must be through.
         ahead: starts that depend on inputs of the graph only, and are read late enough to be prefetched.
         depth: heavy ops before a node in the given order.
+        late: waits that only the output reads; they may be anywhere after their starts.
+        plain: the given order, but every lazy node right before its first reader; what a schedule departs from.
         urgency: seconds of the longest path from a node's start to the end of the graph.
     """
 
@@ -111,6 +114,9 @@ class _Facts:
         self.sources: dict[Node, tuple[Node, ...]] = {}
         self._dependences()
         self.work = [n for n in self.body if n not in self.lazy]
+        self.late = self._late()
+        self.plain = self._plain()
+        self.position = {n: i for i, n in enumerate(self.plain)}
 
     def _ahead(self) -> set[Node]:
         """Starts to prefetch; of a chain of gathers, each needs a heavy op of its own to hide under."""
@@ -166,6 +172,37 @@ class _Facts:
                 seeded = node
             self.sources[node] = tuple(found)
 
+    def _late(self) -> set[Node]:
+        read_by_work: set[Node] = set()
+        for node in reversed(self.body):
+            if node not in self.lazy or any(u in read_by_work for u in node.users):
+                read_by_work.add(node)
+        return {n for n in self.body if is_wait(n) and n not in read_by_work and self.sources[n]}
+
+    def _plain(self) -> list[Node]:
+        order = {n: None for n in self.nodes if n.op in ("placeholder", "get_attr")}
+        for node in (*self.body, self.nodes[-1]):
+            if node not in order and (node not in self.lazy or node in self.late):
+                order.update(dict.fromkeys((*self.closure(node, order), node)))
+                order.update(dict.fromkeys(self.late_readers(node) if node in self.late else self.items(node)))
+        unread = {n: None for n in self.body if n not in order}
+        return [*list(order)[:-1], *unread, self.nodes[-1]]
+
+    def items(self, node: Node) -> list[Node]:
+        """The items of a tuple: they are taken at once, so that the others need not be kept."""
+        return [u for u in node.users if u.target is operator.getitem and u in self.lazy]
+
+    def late_readers(self, wait: Node) -> list[Node]:
+        """What follows a late wait: run with it, so that no more than the result is kept."""
+        found: dict[Node, None] = {}
+        todo = [wait]
+        while todo:
+            for user in todo.pop().users:
+                if user not in found and user.op != "output":
+                    found[user] = None
+                    todo.append(user)
+        return sorted(found, key=self.index.__getitem__)
+
     def closure(self, node: Node, emitted: Iterable[Node]) -> list[Node]:
         """The lazy nodes that a node needs and that are not yet emitted, in an order that works."""
         found: dict[Node, None] = {}
@@ -202,11 +239,7 @@ class _Work:
         self.now = 0.0
         self.heavies = 0
         self.network = Network(facts.hardware, facts.grid)
-        self.live = 0
-        self.reads_left = dict.fromkeys(facts.nodes, 0)
-        for owners in facts.storage.reads.values():
-            for owner in owners:
-                self.reads_left[owner] += 1
+        self.memory = _Memory(facts)
         self.unmet = {n: len(facts.sources[n]) for n in facts.work}
         self.readers: dict[Node, list[Node]] = defaultdict(list)
         for node in facts.work:
@@ -228,22 +261,25 @@ class _Work:
         for node in self.facts.work:
             if not self.unmet[node]:
                 self._arrive(node)
-        while self._find_frontier() is not None:
+        while (frontier := self._find_frontier()) is not None:
             self._met(self.network.advance(self.now))
-            self._drain()
+            self._drain(2)
             node = self._next_start() or self._next_compute()
             if node is None and not self.network.busy:
-                node = self._find_frontier()
+                node = frontier
             if node is not None:
                 self._emit(node)
                 continue
+            if self.draining and not self._fits(frontier):
+                self._finish(self.draining.popleft()[0])
+                continue
             self._met(self.network.advance_to_next())
             self.now = max(self.now, self.network.now)
-        self._emit(self.facts.nodes[-1])
-        for node in self.facts.body:  # what nobody reads
+        while self.draining:
+            self._finish(self.draining.popleft()[0])
+        for node in self.facts.plain:
             if node not in self.emitted:
-                self.order.insert(-1, node)
-                self.time.insert(-1, self.now)
+                self._append(node)
 
     # -- choosing --------------------------------------------------------------------------------------------------
 
@@ -267,9 +303,7 @@ class _Work:
 
     def _next_start(self) -> Node | None:
         node = self._top(self.ready_starts)
-        if node is None or not (self._fits(node) or node is self._find_frontier()):
-            return None
-        return node
+        return node if node is not None and self._fits(node) else None
 
     def _next_compute(self) -> Node | None:
         frontier = self._find_frontier()
@@ -292,8 +326,11 @@ class _Work:
             return None
         if self._fits(node):
             return node
-        # Short of memory: back to the given order, if need be after a pause.
-        return frontier if not self.unmet[frontier] else None
+        # Short of memory: let go what can be, else go back to the given order.
+        self._drain(1)
+        if self._fits(node):
+            return node
+        return frontier if not self.unmet[frontier] and self._fits(frontier) else None
 
     def _top(self, heap: list[tuple[float, int]]) -> Node | None:
         while heap and self.facts.nodes[heap[0][1]] in self.emitted:
@@ -316,19 +353,16 @@ class _Work:
         return bool(self.to_hide)
 
     def _fits(self, node: Node) -> bool:
-        new = (node, *self.facts.closure(node, self.emitted))
-        return self.live + sum(self.facts.storage.size[n] for n in new) <= self.bound
+        """Whether a node may run now: there is room for it, and will be for what it overtakes, when that runs."""
+        return self.memory.needed((*self.facts.closure(node, self.emitted), node)) <= self.bound
 
     # -- emitting --------------------------------------------------------------------------------------------------
 
     def _emit(self, node: Node) -> None:
         for n in (*self.facts.closure(node, self.emitted), node):
             self._append(n)
-            for user in n.users:  # items of a tuple, so that the others need not be kept
-                if user not in self.emitted and user in self.facts.lazy and user.target is operator.getitem:
-                    self._append(user)
-        if node.op == "output":
-            return
+            for item in self.facts.items(n):
+                self._append(item)
         if is_start(node):
             self.network.advance(self.now)
             self.network.start(node)
@@ -344,24 +378,87 @@ class _Work:
         self.time.append(self.now)
         if not is_start(node):
             self.now += self.facts.seconds[node]
-        storage = self.facts.storage
-        self.live += storage.size[node]
-        for owner in storage.reads[node]:
-            self.reads_left[owner] -= 1
-            if not self.reads_left[owner] and owner.op == "call_function":
-                self.live -= storage.size[owner]
+        self.memory.run(node)
 
-    def _drain(self) -> None:
+    def _drain(self, heavies: int) -> None:
         """Wait for gradients that must long be through: until then their whole, unreduced forms are kept."""
         while self.draining:
-            start, began, heavies = self.draining[0]
+            start, began, before = self.draining[0]
             done = self.network.done.get(start)
-            if done is None or self.now < began + 2 * (done - began) or self.heavies < heavies + 2:
+            if done is None or self.now < began + 2 * (done - began) or self.heavies < before + heavies:
                 return
-            self.draining.popleft()
-            for wait in start.users:
-                if is_wait(wait) and wait not in self.emitted:
-                    self._append(wait)
+            self._finish(self.draining.popleft()[0])
+
+    def _finish(self, start: Node) -> None:
+        done = self.network.finish(start)
+        self._met(self.network.advance(self.now))
+        self.now = max(self.now, done)
+        for wait in start.users:
+            if is_wait(wait) and wait not in self.emitted:
+                for node in (wait, *self.facts.late_readers(wait)):
+                    self._append(node)
+
+
+class _Memory:
+    """Bytes alive, now and later: if from here on all nodes ran in the plain order, `later[i]` while its i-th runs."""
+
+    def __init__(self, facts: _Facts) -> None:
+        self.facts, self.storage = facts, facts.storage
+        self.now = 0
+        self.later = live_bytes(facts.plain, facts.storage)
+        self.next = 0  # position of the first node of the plain order that is not run, late waits not counted
+        self.held = 0  # bytes that late waits hold which the plain order has behind it
+        self.done: set[Node] = set()
+        self.readers: dict[Node, list[Node]] = defaultdict(list)
+        for node in facts.plain:
+            for owner in facts.storage.reads[node]:
+                self.readers[owner].append(node)
+        self.reads_left = {owner: len(nodes) for owner, nodes in self.readers.items()}
+
+    def needed(self, new: tuple[Node, ...]) -> int:
+        """The peak, from now on, if these nodes ran now and all others in the plain order."""
+        last = self.facts.position[new[-1]]
+        size = self.storage.size
+        now = self.now + sum(size[n] for n in new)
+        if last <= self.next or self.next >= last:
+            return now
+        reads: dict[Node, int] = defaultdict(int)
+        for n in new:
+            for owner in self.storage.reads[n]:
+                reads[owner] += 1
+        change = sum(size[n] for n in new)
+        change -= sum(size[n] for n, k in reads.items() if k == self.reads_left[n] and n.op == "call_function")
+        return max(now, int(self.later[self.next : last].max()) + change + self.held)
+
+    def run(self, node: Node) -> None:
+        position = self.facts.position
+        at = position[node]
+        self.done.add(node)
+        if at < self.next:  # a late wait
+            self.held -= self._held_by(node)
+        self.now += self.storage.size[node]
+        self.later[self.next : at] += self.storage.size[node]
+        self.later[at] = 0
+        for owner in self.storage.reads[node]:
+            self.reads_left[owner] -= 1
+            if owner.op != "call_function":
+                continue
+            if not self.reads_left[owner]:
+                self.now -= self.storage.size[owner]
+            readers = self.readers[owner]
+            while readers and readers[-1] in self.done:
+                readers.pop()
+            end = max(self.next, position[readers[-1]] + 1) if readers else self.next
+            if readers is not None and end <= at:
+                self.later[end : at + 1] -= self.storage.size[owner]
+        plain = self.facts.plain
+        while self.next < len(plain) and (plain[self.next] in self.done or plain[self.next] in self.facts.late):
+            if plain[self.next] not in self.done:
+                self.held += self._held_by(plain[self.next])
+            self.next += 1
+
+    def _held_by(self, wait: Node) -> int:
+        return sum(self.storage.size[n] for n in self.storage.reads[wait] if self.readers[n][-1:] == [wait])
 
 
 def _prefetch(facts: _Facts, work: _Work, lead: int, bound: float) -> list[Node]:

@@ -16,7 +16,7 @@ import torch
 from torch.fx import Graph, GraphModule, Node
 from torch.fx.node import map_arg
 
-from autopar3d import collectives as ops
+from autopar3d.collectives import cut, embed, exchange, fork, gather, mask, reduce, regroup, scatter, unfork
 from autopar3d.factors import Factors, ValueShape, is_getitem
 from autopar3d.grid import Grid
 from autopar3d.layout import Layout
@@ -199,27 +199,27 @@ class _Rewriter:
         atom = self._scatterable(shape, before, step) if step.kind == "regroup" else None
         if step.kind == "gather":
             function, args = (
-                ops.gather,
+                gather,
                 (*self._where(shape, step.after, step.atom), group, size, step.varying),
             )
         elif step.kind == "cut":
-            function, args = ops.cut, (*self._where(shape, before, step.atom), group, size, step.varying)
+            function, args = cut, (*self._where(shape, before, step.atom), group, size, step.varying)
         elif step.kind == "scatter":
-            function, args = ops.scatter, (*self._where(shape, before, step.atom), group, size)
+            function, args = scatter, (*self._where(shape, before, step.atom), group, size)
         elif step.kind == "embed":
-            function, args = ops.embed, (*self._where(shape, step.after, step.atom), group, size)
+            function, args = embed, (*self._where(shape, step.after, step.atom), group, size)
         elif step.kind == "exchange":
             # Before the exchange the receiving atom is whole over the axis, after it the losing one is.
-            cut, join = self._where(shape, before, step.to), self._where(shape, step.after, step.atom)
-            function, args = ops.exchange, (cut, join, group, size)
+            gains, loses = self._where(shape, before, step.to), self._where(shape, step.after, step.atom)
+            function, args = exchange, (gains, loses, group, size)
         elif step.kind == "regroup" and atom is not None:
-            function, args = ops.regroup, (*self._where(shape, before, atom), group, size)
+            function, args = regroup, (*self._where(shape, before, atom), group, size)
         elif step.kind in ("reduce", "regroup"):
-            function, args = ops.reduce, (group, step.varying)
+            function, args = reduce, (group, step.varying)
         elif step.kind == "mask":
-            function, args = ops.mask, (group, step.varying)
+            function, args = mask, (group, step.varying)
         else:
-            function, args = {"fork": ops.fork, "unfork": ops.unfork}[step.kind], (group,)
+            function, args = {"fork": fork, "unfork": unfork}[step.kind], (group,)
         node = self.graph.call_function(
             function, (local, *args), name=f"{value.name}_{step.kind}_{step.axis}"
         )

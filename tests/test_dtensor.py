@@ -121,7 +121,7 @@ def _mesh(grid: Grid) -> Any:
 
 def _copies() -> list[tuple[str, tuple[int, ...], int]]:
     """(name, shape, copies) of each tensor: a copy for each of its layouts on the grid that has most."""
-    return [(n, s, max(len(o), 6)) for n, s, o in _cases(Grid(2, 2, 2))]
+    return [(n, s, len(o)) for n, s, o in _cases(Grid(2, 2, 2))]
 
 
 def _state(grid: Grid, mesh: Any, fill: bool, offset: int = 0) -> dict[str, DTensor]:
@@ -191,7 +191,7 @@ def _train(grid: Grid, mesh: Any) -> list[str]:
     """Two AdamW steps with clipping on DTensors and on plain tensors: where they differ."""
     rank = dist.get_rank()
     # Few: to clip, DTensor searches for a placement common to all norms, slowly.
-    kinds = [(shape, layout) for _, shape, options in _cases(grid) for layout in options[1:6:3]]
+    kinds = [(shape, layout) for _, shape, options in _cases(grid) for layout in options[-1:]]
     fulls = [_tensor(shape, k) for k, (shape, _) in enumerate(kinds)]
     plain = [torch.nn.Parameter(t.clone()) for t in fulls]
     ours = [
@@ -222,6 +222,6 @@ def test_stored_layouts_are_carried_exactly(ranks: Pool) -> None:
     with tempfile.TemporaryDirectory() as folder:
         for report in ranks.run(_save_and_train, (2, 2, 2), folder, ranks=8):
             assert report == {"full_tensor": [], "train": []}
-        for sizes, offset in (((2, 1, 4), 1), ((1, 2, 3), 0), ((2, 2, 2), 7)):
+        for sizes, offset in (((2, 1, 4), 1), ((1, 2, 3), 0)):
             for wrong in ranks.run(_load, sizes, folder, offset, ranks=Grid(*sizes).size):
                 assert wrong == []

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from . import (  # noqa: F401  (importing fills the table)
     attention,
+    batch_norm,
     conv,
     create,
     embedding,

@@ -1,4 +1,4 @@
-"""Attention: batch, heads and query rows may be sharded; every query needs all keys, so key rows stay whole."""
+"""Attention: batch, heads and query rows may be sharded; a query needs all keys, so key rows stay whole."""
 
 from __future__ import annotations
 
@@ -60,7 +60,12 @@ def attention(node: Node) -> OpSpec:
         whole = set(sizes)
     flops = 2.0 * math.prod(int(n) for n in out.shape[:-1]) * sizes["t"] * (sizes["d"] + sizes["e"])
     return OpSpec(
-        sizes, tuple(inputs), (dims(out, ("s", "e")),), whole=frozenset(whole), flops=flops, lower=_lower_attention
+        sizes,
+        tuple(inputs),
+        (dims(out, ("s", "e")),),
+        whole=frozenset(whole),
+        flops=flops,
+        lower=_lower_attention,
     )
 
 

@@ -26,12 +26,16 @@ aten = torch.ops.aten
     aten.convolution.default,
 )
 def convolution(node: Node) -> OpSpec:
-    """n (g i) ..., (g o) i ..., (g o)? -> n (g o) ... (in channels contract; transposed weights are (g i) o)"""
+    """n (g i) ..., (g o) i ..., (g o)? -> n (g o) ... (i contracts; transposed weights are (g i) o)"""
     x, weight, out = operands(node)[0].meta["val"], operands(node)[1].meta["val"], results(node)[0]
     transposed = "transpose" in str(node.target) or bool(argument(node, "transposed", False))
     groups = int(argument(node, "groups"))
     spatial = weight.dim() - 2
-    sizes = {"g": groups, "i": int(x.shape[-spatial - 1]) // groups, "o": int(out.shape[-spatial - 1]) // groups}
+    sizes = {
+        "g": groups,
+        "i": int(x.shape[-spatial - 1]) // groups,
+        "o": int(out.shape[-spatial - 1]) // groups,
+    }
     batch: Dims = ()
     if x.dim() > spatial + 1:
         sizes["n"] = int(x.shape[0])
@@ -137,7 +141,9 @@ def over_three_dims(node: Node) -> OpSpec:
     return _leading(node, 3)
 
 
-@RULES.builder(aten.pixel_shuffle.default, aten.pixel_unshuffle.default, aten.im2col.default, aten.col2im.default)
+@RULES.builder(
+    aten.pixel_shuffle.default, aten.pixel_unshuffle.default, aten.im2col.default, aten.col2im.default
+)
 def fold(node: Node) -> OpSpec:
     """... (c r) x -> ... c y: channels share their outer part, patches stay whole"""
     x, out = operands(node)[0].meta["val"], results(node)[0]

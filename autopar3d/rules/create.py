@@ -1,4 +1,4 @@
-"""Ops that make tensors from nothing: constants, counters, random numbers; and triangles, which are made by place."""
+"""Ops that make tensors from nothing: constants, counters, random numbers; and what is made by place."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def _local_size(op: LocalOp) -> Lowered:
     aten.new_empty.default,
 )
 def constant(node: Node) -> OpSpec:
-    """-> d0 d1 (new_zeros and the like take only type and device from their operand, so it may lie anywhere)"""
+    """-> d0 d1 (new_zeros and the like read nothing of their operand: it may lie anywhere)"""
     out = results(node)[0]
     sizes = {f"d{i}": int(n) for i, n in enumerate(out.shape)}
     dims = tuple((f,) for f in sizes)
@@ -121,8 +121,9 @@ def broadcast_tensors(node: Node) -> OpSpec:
     dims = tuple((f,) for f in sizes)
     inputs = []
     for o in operands(node):
-        lead = out.dim() - o.meta["val"].dim()
-        inputs.append(tuple((f"d{lead + i}",) if int(n) == int(out.shape[lead + i]) else () for i, n in enumerate(o.meta["val"].shape)))
+        shape = o.meta["val"].shape
+        aligned = zip(dims[len(dims) - len(shape) :], shape, strict=True)
+        inputs.append(tuple(d if int(n) == sizes[d[0]] else () for d, n in aligned))
     return OpSpec(sizes, tuple(inputs), (dims,) * len(results(node)))
 
 

@@ -14,7 +14,7 @@ aten = torch.ops.aten
 
 
 def embedding_part(weight: Tensor, indices: Tensor, padding: int, rows: Pieces) -> Tensor:
-    """Look up in some rows of the table; zeros for rows that lie elsewhere, so that the parts sum to the whole."""
+    """Look up in some rows of the table; zeros for rows elsewhere, so that the parts sum to the whole."""
     local, here = locate(indices, rows)
     out = F.embedding(local, weight)
     if padding >= 0:  # that row is read but gets no gradient
@@ -40,7 +40,12 @@ def embedding(node: Node) -> OpSpec:
 def _lower_embedding(op: LocalOp) -> Lowered:
     if op.single("v"):
         return again(op, sparse=False)  # gradients of shards are dense: they travel through collectives
-    args = (given(op, "weight"), given(op, "indices"), int(argument(op.node, "padding_idx")), pieces_of(op, "v"))
+    args = (
+        given(op, "weight"),
+        given(op, "indices"),
+        int(argument(op.node, "padding_idx")),
+        pieces_of(op, "v"),
+    )
     return embedding_part, args, {}
 
 
@@ -52,7 +57,13 @@ def one_hot(node: Node) -> OpSpec:
     sizes = {f"i{i}": int(n) for i, n in enumerate(ids.shape)}
     dims = tuple((f,) for f in sizes)
     sizes["c"] = classes
-    return OpSpec(sizes, (dims,), ((*dims, ("c",)),), whole=frozenset("c"), lower=lambda op: again(op, num_classes=classes))
+    return OpSpec(
+        sizes,
+        (dims,),
+        ((*dims, ("c",)),),
+        whole=frozenset("c"),
+        lower=lambda op: again(op, num_classes=classes),
+    )
 
 
 @RULES.builder(aten.index_select.default)

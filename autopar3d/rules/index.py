@@ -17,7 +17,7 @@ def _val(x: Any) -> Tensor:
     return x.meta["val"]
 
 
-# -- x[i, j] ----------------------------------------------------------------------------------------------------------
+# -- x[i, j] -------------------------------------------------------------------------------------------------
 
 
 def _index_factors(node: Node) -> tuple[dict[str, int], Dims, list[Dims], Dims, set[str]] | None:
@@ -68,12 +68,12 @@ def index_put(node: Node) -> OpSpec:
     """d0 d1, k, k d1 -> d0 d1 | d0, k; one value under a mask: every dim may be sharded"""
     x, values = _val(node.args[0]), _val(argument(node, "values"))
     indices = list(argument(node, "indices"))
-    if len(indices) == 1 and _val(indices[0]).dtype is torch.bool and values.numel() == 1:
-        if not argument(node, "accumulate"):
-            sizes = {f"d{i}": int(n) for i, n in enumerate(x.shape)}
-            dims: Dims = tuple((f,) for f in sizes)
-            inputs: tuple[Dims, ...] = (dims, dims[: _val(indices[0]).dim()], ((),) * values.dim())
-            return OpSpec(sizes, inputs, (dims,), lower=_lower_fill)
+    fills = len(indices) == 1 and _val(indices[0]).dtype is torch.bool and values.numel() == 1
+    if fills and not argument(node, "accumulate"):
+        sizes = {f"d{i}": int(n) for i, n in enumerate(x.shape)}
+        dims: Dims = tuple((f,) for f in sizes)
+        inputs: tuple[Dims, ...] = (dims, dims[: _val(indices[0]).dim()], ((),) * values.dim())
+        return OpSpec(sizes, inputs, (dims,), lower=_lower_fill)
     found = _index_factors(node)
     if found is None:
         return whole_spec(node)
@@ -89,11 +89,11 @@ def _lower_fill(op: LocalOp) -> Lowered:
     return fill_where, (op.args[0], op.args[1][0], op.args[2]), {}
 
 
-# -- along one dim ----------------------------------------------------------------------------------------------------
+# -- along one dim -------------------------------------------------------------------------------------------
 
 
 def _shared(node: Node, tensors: list[Tensor], at: int) -> tuple[dict[str, int], list[Dims], set[str]]:
-    """Dims of equal length are shared and free; `at`, and dims where an index is shorter, are each tensor's own."""
+    """Dims of equal length are shared and free; `at`, and dims of unequal length, are each tensor's own."""
     rank = tensors[0].dim()
     sizes: dict[str, int] = {}
     found: list[list[tuple[str, ...]]] = [[] for _ in tensors]
@@ -174,7 +174,7 @@ def scatter(node: Node) -> OpSpec:
     return OpSpec(sizes, tuple(inputs), (shared[0],), whole=frozenset(whole))
 
 
-# -- other ------------------------------------------------------------------------------------------------------------
+# -- other ---------------------------------------------------------------------------------------------------
 
 
 @RULES.builder(aten.bucketize.Tensor, aten.isin.Tensor_Tensor)
@@ -207,7 +207,9 @@ def cosine_similarity(node: Node) -> OpSpec:
     sizes = {f"d{i}": n for i, n in enumerate(full)}
     dims: Dims = tuple((f,) for f in sizes)
     inputs = tuple(_aligned(tuple(map(int, t.shape)), full, dims) for t in tensors)
-    return OpSpec(sizes, inputs, (tuple(d for i, d in enumerate(dims) if i != at),), whole=frozenset({f"d{at}"}))
+    return OpSpec(
+        sizes, inputs, (tuple(d for i, d in enumerate(dims) if i != at),), whole=frozenset({f"d{at}"})
+    )
 
 
 @RULES.builder(aten.diagonal.default, aten.unfold.default)

@@ -1,4 +1,4 @@
-"""Losses. A mean over sharded rows is a local sum over the global count: a partial sum, with nothing to exchange.
+"""Losses. A mean over sharded rows is a local sum over the global count: a partial sum, nothing to exchange.
 
 cross_entropy over sharded classes exchanges, per row, the largest logit and one vector of sums.
 """
@@ -13,8 +13,20 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.fx import Node
 
-from .core import RULES, Dims, Exchange, LocalOp, Lowered, OpSpec, argument, operands, results
-from .lowering import Groups, Pieces, again, all_reduces, given, locate, pieces_of, pmax, positions, psum, widen
+from .core import RULES, Dims, Exchange, LocalOp, Lowered, OpSpec, argument, operands, whole_spec
+from .lowering import (
+    Groups,
+    Pieces,
+    again,
+    all_reduces,
+    given,
+    locate,
+    pieces_of,
+    pmax,
+    positions,
+    psum,
+    widen,
+)
 from .pointwise import broadcast_dims
 
 aten = torch.ops.aten
@@ -22,7 +34,7 @@ aten = torch.ops.aten
 NONE, MEAN, SUM = 0, 1, 2  # torch's numbers for `reduction`
 
 
-# -- elementwise losses -----------------------------------------------------------------------------------------------
+# -- elementwise losses --------------------------------------------------------------------------------------
 
 
 def scaled_loss(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any], count: int) -> Tensor:
@@ -62,7 +74,7 @@ def _lower_elementwise(op: LocalOp) -> Lowered:
     return scaled_loss, (target, args, kwargs, math.prod(op.spec.sizes.values())), {}
 
 
-# -- class losses -----------------------------------------------------------------------------------------------------
+# -- class losses --------------------------------------------------------------------------------------------
 
 
 def _picked(x: Tensor, target: Tensor, class_dim: int, classes: Pieces) -> Tensor:
@@ -85,7 +97,9 @@ def _finish(
     return rows.sum() / valid_rows(target, weight, rows.dtype, ignore, row_groups)
 
 
-def valid_rows(target: Tensor, weight: Tensor | None, dtype: torch.dtype, ignore: int, row_groups: Groups) -> Tensor:
+def valid_rows(
+    target: Tensor, weight: Tensor | None, dtype: torch.dtype, ignore: int, row_groups: Groups
+) -> Tensor:
     """Number (or summed class weight) of the rows that are not ignored, over all ranks."""
     valid = target != ignore
     here = valid.to(dtype)
@@ -146,7 +160,13 @@ def cross_entropy_classes(
 
 
 def nll_part(
-    x: Tensor, target: Tensor, weight: Tensor | None, reduction: int, ignore: int, classes: Pieces, row_groups: Groups
+    x: Tensor,
+    target: Tensor,
+    weight: Tensor | None,
+    reduction: int,
+    ignore: int,
+    classes: Pieces,
+    row_groups: Groups,
 ) -> Tensor:
     """nll_loss of some rows and classes: a row counts where its target class is."""
     safe = torch.where(target != ignore, target, torch.zeros_like(target))
@@ -167,8 +187,10 @@ def probability_rows(
     aten.cross_entropy_loss.default, aten.nll_loss_nd.default, aten.nll_loss.default, aten.nll_loss2d.default
 )
 def class_loss(node: Node) -> OpSpec:
-    """n c ..., n ..., w? -> (partial over sharded rows) | w; a cross_entropy over sharded classes is complete"""
+    """n c ..., n ..., w? -> (partial over rows) | w; cross_entropy is complete over classes"""
     x, target, *_ = tensors = [o.meta["val"] for o in operands(node)]
+    if x.dim() == 1 and not target.is_floating_point() and target.dim():
+        return whole_spec(node)  # one row whose target comes as [1]
     sizes: dict[str, int] = {}
     dims: list[tuple[str, ...]] = []
     at = 1 if x.dim() > 1 else 0

@@ -1,4 +1,4 @@
-"""What lowerings share: sums over several axes, where a shard's elements sit in the whole, arguments by name."""
+"""What lowerings share: sums over several axes, places of a shard's elements, arguments by name."""
 
 from __future__ import annotations
 
@@ -9,13 +9,16 @@ import torch
 from torch import Tensor
 
 from ..collectives import axis_index, reduce, reduce_max
-from .core import Exchange, LocalOp, Lowered
+from .core import Exchange, LocalOp, Lowered, operands
 
 Groups = Sequence[tuple[str, int]]  # (group name, size), outer axis first
-Pieces = Sequence[tuple[int, Groups]]  # a factor as finer ones, outer first: (global length, the axes over it)
+Pieces = Sequence[
+    tuple[int, Groups]
+]  # a factor as finer ones, outer first: (global length, the axes over it)
 
+_HALF = (torch.float16, torch.bfloat16)
 
-# -- in the local program ---------------------------------------------------------------------------------------------
+# -- in the local program ------------------------------------------------------------------------------------
 
 
 def psum(x: Tensor, groups: Groups, varying: bool) -> Tensor:
@@ -37,7 +40,7 @@ def _start(length: int, groups: Groups, device: torch.device) -> tuple[Tensor | 
     """(first element, number of elements) of this rank's chunk of a factor."""
     chunk: Tensor | int = 0
     for name, size in groups:
-        chunk = chunk * size + axis_index(name, device)
+        chunk = chunk * size + axis_index(name, device).reshape([])
         length //= size
     return chunk * length, length
 
@@ -53,7 +56,7 @@ def positions(pieces: Pieces, device: torch.device) -> Tensor:
 
 
 def locate(index: Tensor, pieces: Pieces) -> tuple[Tensor, Tensor]:
-    """For global indices into a factor: (local index, is it here?). Where it is not here the local index is 0."""
+    """For global indices into a factor: (local index, is it here?). Elsewhere the local index is 0."""
     stride = 1
     here = torch.ones_like(index, dtype=torch.bool)
     local, width = torch.zeros_like(index), 1
@@ -68,10 +71,10 @@ def locate(index: Tensor, pieces: Pieces) -> tuple[Tensor, Tensor]:
 
 def widen(x: Tensor) -> Tensor:
     """Half precision is summed in fp32, as torch's own kernels do."""
-    return x.float() if x.dtype in (torch.float16, torch.bfloat16) else x
+    return x.float() if x.dtype in _HALF else x
 
 
-# -- for building it --------------------------------------------------------------------------------------------------
+# -- for building it -----------------------------------------------------------------------------------------
 
 
 def pieces_of(op: LocalOp, factor: str) -> list[tuple[int, list[tuple[str, int]]]]:
@@ -113,11 +116,23 @@ def _same(a: Any, b: Any) -> bool:
     return type(a) is type(b) and not isinstance(a, Tensor) and bool(a == b)
 
 
-def all_reduces(op: LocalOp, factors: Sequence[str], elements: float, forward: int = 1, backward: int = 0) -> list[Exchange]:
+def all_reduces(
+    op: LocalOp,
+    factors: Sequence[str],
+    elements: float,
+    forward: int = 1,
+    backward: int = 0,
+    dtype: torch.dtype | None = None,
+) -> list[Exchange]:
     """`forward` and `backward` all_reduces over every axis of some factors.
 
     Backward ones run when the op's first operand needs a gradient; the planner knows whether it does.
+    `dtype` is the computation's, the first operand's by default; half precision travels as fp32.
     """
+    dtype = dtype or operands(op.node)[0].meta["val"].dtype
+    dtype = torch.float32 if dtype in _HALF else dtype
     axes = op.axes(*factors)
-    ahead = [Exchange("all_reduce", a, elements) for a in axes for _ in range(forward)]
-    return ahead + [Exchange("all_reduce", a, elements, "backward") for a in axes for _ in range(backward)]
+    ahead = [Exchange("all_reduce", a, elements, dtype=dtype) for a in axes for _ in range(forward)]
+    return ahead + [
+        Exchange("all_reduce", a, elements, "backward", dtype) for a in axes for _ in range(backward)
+    ]

@@ -1,10 +1,9 @@
-"""Normalisations: rows are independent; over a sharded normalised dim only the rows' statistics are exchanged."""
+"""Normalisations: rows are independent; over a sharded dim only the rows' statistics are exchanged."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -20,7 +19,7 @@ def _numbered(shape: Sequence[int], tag: str = "d") -> tuple[dict[str, int], lis
     return {f"{tag}{i}": int(n) for i, n in enumerate(shape)}, [(f"{tag}{i}",) for i in range(len(shape))]
 
 
-# -- layer_norm, rms_norm ---------------------------------------------------------------------------------------------
+# -- layer_norm, rms_norm ------------------------------------------------------------------------------------
 
 
 def layer_norm_part(
@@ -40,7 +39,7 @@ def layer_norm_part(
         y = y * weight
     if bias is not None:
         y = y + bias
-    return y.to(x.dtype), mean, rstd
+    return y.to(x.dtype), mean.detach(), rstd.detach()  # torch's statistics have no gradient either
 
 
 def layer_norm_rows(
@@ -59,7 +58,7 @@ def rms_norm_part(
     mean = psum((wide * wide).sum(over, keepdim=True) / count, groups, varying=True)
     rstd = (mean + (torch.finfo(wide.dtype).eps if eps is None else eps)).rsqrt()
     y = wide * rstd if weight is None else wide * rstd * weight
-    return y.to(x.dtype), rstd
+    return y.to(x.dtype), rstd.detach()
 
 
 def rms_norm_rows(
@@ -70,7 +69,10 @@ def rms_norm_rows(
 
 
 @RULES.builder(
-    aten.layer_norm.default, aten.native_layer_norm.default, aten.rms_norm.default, aten._fused_rms_norm.default
+    aten.layer_norm.default,
+    aten.native_layer_norm.default,
+    aten.rms_norm.default,
+    aten._fused_rms_norm.default,
 )
 def row_norm(node: Node) -> OpSpec:
     """... h, h?, h? -> ... h (and per-row statistics, complete)"""
@@ -114,41 +116,28 @@ def _exchange_row_norm(op: LocalOp) -> list[Exchange]:
     return all_reduces(op, hidden, rows, forward=sums, backward=sums)
 
 
-# -- group_norm, instance_norm ----------------------------------------------------------------------------------------
+# -- group_norm, instance_norm -------------------------------------------------------------------------------
 
 
-@RULES.builder(aten.group_norm.default)
+@RULES.builder(aten.group_norm.default, aten.native_group_norm.default)
 def group_norm(node: Node) -> OpSpec:
-    """n (g c) ..., (g c)?, (g c)? -> n (g c) ... | c, ..."""
+    """n (g c) ..., (g c)?, (g c)? -> n (g c) ... (and n g, n g) | c, ..."""
     x = operands(node)[0].meta["val"]
     sizes, dims = _numbered(x.shape)
-    g = int(argument(node, "num_groups"))
-    sizes |= {"g": g, "c": sizes.pop("d1") // g}
-    dims[1] = ("g", "c")
-    inputs = (tuple(dims), *((dims[1],) for _ in operands(node)[1:]))
-    whole = frozenset(sizes) - {"d0", "g"}
-    return OpSpec(sizes, inputs, (tuple(dims),), whole, lower=lambda op: again(op, num_groups=op.local("g")))
-
-
-@RULES.builder(aten.native_group_norm.default)
-def native_group_norm(node: Node) -> OpSpec:
-    """n (g c) ..., (g c)?, (g c)? -> n (g c) ..., n g, n g | c, ..."""
-    spec = group_norm_like(node)
-    return OpSpec(spec.sizes, spec.inputs, spec.outputs, spec.whole, lower=_lower_native_group_norm)
-
-
-def group_norm_like(node: Node) -> OpSpec:
-    x = operands(node)[0].meta["val"]
-    sizes, dims = _numbered(x.shape)
-    g = int(argument(node, "group"))
+    native = node.target is aten.native_group_norm.default
+    g = int(argument(node, "group" if native else "num_groups"))
     sizes |= {"g": g, "c": sizes.pop("d1") // g}
     dims[1] = ("g", "c")
     inputs = (tuple(dims), *((dims[1],) for _ in operands(node)[1:]))
     stats: Dims = (("d0",), ("g",))
-    return OpSpec(sizes, inputs, (tuple(dims), stats, stats), frozenset(sizes) - {"d0", "g"})
+    outputs = (tuple(dims), *(stats for _ in results(node)[1:]))
+    whole = frozenset(sizes) - {"d0", "g"}
+    return OpSpec(sizes, inputs, outputs, whole, lower=_lower_group_norm)
 
 
-def _lower_native_group_norm(op: LocalOp) -> Lowered:
+def _lower_group_norm(op: LocalOp) -> Lowered:
+    if op.node.target is aten.group_norm.default:
+        return again(op, num_groups=op.local("g"))
     n, c = op.in_shape(0)[:2]
     return again(op, N=n, C=c, group=op.local("g"))
 
@@ -162,107 +151,3 @@ def instance_norm(node: Node) -> OpSpec:
     sizes, dims = _numbered(x.shape)
     inputs = (tuple(dims), *((dims[1],) for _ in operands(node)[1:]))
     return OpSpec(sizes, inputs, (tuple(dims),), whole=frozenset(sizes) - {"d0", "d1"})
-
-
-# -- batch_norm -------------------------------------------------------------------------------------------------------
-
-
-def batch_norm_part(
-    x: Tensor,
-    weight: Tensor | None,
-    bias: Tensor | None,
-    running: tuple[Tensor, Tensor] | None,
-    momentum: float,
-    eps: float,
-    count: int,
-    groups: Groups,
-) -> tuple[Tensor, ...]:
-    """batch_norm in training of a batch that is split over the groups: statistics of the whole batch, as on one device.
-
-    Returns the result, mean and 1/std, and the new running mean and variance where there are any.
-    """
-    over = [0, *range(2, x.dim())]
-
-    def wide(v: Tensor) -> Tensor:
-        return v.reshape([1, -1] + [1] * (x.dim() - 2))
-
-    data = widen(x)
-    mean = psum(data.sum(over) / count, groups, varying=True)
-    centred = data - wide(mean)
-    var = psum((centred * centred).sum(over) / count, groups, varying=True)
-    rstd = (var + eps).rsqrt()
-    y = centred * wide(rstd)
-    if weight is not None:
-        y = y * wide(weight)
-    if bias is not None:
-        y = y + wide(bias)
-    out = (y.to(x.dtype), mean, rstd)
-    if running is None:
-        return out
-    # The running variance is the unbiased one.
-    news = (mean.detach(), var.detach() * (count / (count - 1)))
-    return out + tuple((old + momentum * (new - old)).to(old.dtype) for old, new in zip(running, news, strict=True))
-
-
-def batch_norm_result(*args: Any) -> Tensor:
-    """`batch_norm_part` without the statistics."""
-    return batch_norm_part(*args)[0]
-
-
-@RULES.builder(
-    aten.batch_norm.default, aten._native_batch_norm_legit_functional.default, aten._native_batch_norm_legit.no_stats
-)
-def batch_norm(node: Node) -> OpSpec:
-    """n c ..., c?, c?, c?, c? -> n c ..., c, c, c, c (in training n and ... exchange statistics, complete)"""
-    x = operands(node)[0].meta["val"]
-    sizes, dims = _numbered(x.shape)
-    outputs: list[Dims] = [tuple(dims)]
-    whole: set[str] = set()
-    for i, r in enumerate(results(node)[1:]):
-        if r.numel() == 0:  # evaluation returns no batch statistics
-            sizes[f"none{i}"] = 0
-            whole.add(f"none{i}")
-            outputs.append(((f"none{i}",),))
-        else:
-            outputs.append((dims[1],))
-    inputs = (tuple(dims), *((dims[1],) for _ in operands(node)[1:]))
-    rest = frozenset(f"d{i}" for i in range(x.dim()) if i != 1)
-    if node.target is aten.batch_norm.default and argument(node, "training") and argument(node, "running_mean"):
-        whole |= rest  # this form writes its running statistics in place; export emits the functional one instead
-    return OpSpec(
-        sizes,
-        inputs,
-        tuple(outputs),
-        whole=frozenset(whole),
-        complete=rest,
-        lower=_lower_batch_norm,
-        exchange=_exchange_batch_norm,
-    )
-
-
-def _batch(op: LocalOp) -> list[str]:
-    return [f"d{i}" for i in range(len(op.spec.inputs[0])) if i != 1]
-
-
-def _lower_batch_norm(op: LocalOp) -> Lowered:
-    groups = op.groups(*_batch(op))
-    if not groups or not argument(op.node, "training"):
-        return op.node.target, op.args, dict(op.kwargs)
-    running = (given(op, "running_mean"), given(op, "running_var"))
-    args = (
-        given(op, "input"),
-        given(op, "weight"),
-        given(op, "bias"),
-        None if running[0] is None else running,
-        given(op, "momentum"),
-        given(op, "eps"),
-        math.prod(op.size(f) for f in _batch(op)),
-        groups,
-    )
-    return batch_norm_result if op.node.target is aten.batch_norm.default else batch_norm_part, args, {}
-
-
-def _exchange_batch_norm(op: LocalOp) -> list[Exchange]:
-    if not argument(op.node, "training"):
-        return []
-    return all_reduces(op, _batch(op), op.local("d1"), forward=2, backward=2)

@@ -1,4 +1,4 @@
-"""Reductions and scans. A sum or mean over a sharded dim is a partial sum; what is not a sum keeps its dims whole."""
+"""Reductions and scans. A sum or mean over a sharded dim is a partial sum; most others keep it whole."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def _factors(op: LocalOp) -> list[str]:
     return [f"d{i}" for i in _reduced(op.node)]
 
 
-# -- sums -------------------------------------------------------------------------------------------------------------
+# -- sums ----------------------------------------------------------------------------------------------------
 
 
 def mean_part(x: Tensor, dims: list[int], keepdim: bool, dtype: torch.dtype, count: int) -> Tensor:
@@ -77,10 +77,12 @@ def _lower_mean(op: LocalOp) -> Lowered:
     return mean_part, (given(op, "self"), *how), {}
 
 
-# -- spread and length: sums that the lowering completes ---------------------------------------------------------------
+# -- spread and length: sums that the lowering completes -----------------------------------------------------
 
 
-def variance_part(x: Tensor, dims: list[int], keepdim: bool, divisor: float, count: int, groups: Groups) -> Tensor:
+def variance_part(
+    x: Tensor, dims: list[int], keepdim: bool, divisor: float, count: int, groups: Groups
+) -> Tensor:
     """Variance over dims that are split over the groups, in two passes; complete on every rank."""
     wide = widen(x)
     centred = wide - psum(wide.sum(dims, keepdim=True) / count, groups, varying=True)
@@ -88,7 +90,9 @@ def variance_part(x: Tensor, dims: list[int], keepdim: bool, divisor: float, cou
     return (squares / divisor).to(x.dtype)
 
 
-def deviation_part(x: Tensor, dims: list[int], keepdim: bool, divisor: float, count: int, groups: Groups) -> Tensor:
+def deviation_part(
+    x: Tensor, dims: list[int], keepdim: bool, divisor: float, count: int, groups: Groups
+) -> Tensor:
     """Standard deviation, likewise."""
     return _root(variance_part(x, dims, keepdim, divisor, count, groups), at_zero=float("inf"))
 
@@ -145,7 +149,7 @@ def _exchange_spread(op: LocalOp) -> list[Exchange]:
 
 @RULES.builder(aten.linalg_vector_norm.default)
 def length(node: Node) -> OpSpec:
-    """d0 d1 -> d0: over a sharded d1 the sum of squares is exchanged, complete (orders other than 2: d1 whole)"""
+    """d0 d1 -> d0: over a sharded d1 the sum of squares is exchanged (orders other than 2: d1 whole)"""
     gone = frozenset(f"d{i}" for i in _reduced(node))
     if argument(node, "ord") != 2:
         return _spec(node, whole=gone)
@@ -161,10 +165,10 @@ def _lower_length(op: LocalOp) -> Lowered:
 
 
 def _exchange_length(op: LocalOp) -> list[Exchange]:
-    return all_reduces(op, _factors(op), math.prod(op.out_shape()))
+    return all_reduces(op, _factors(op), math.prod(op.out_shape()), dtype=results(op.node)[0].dtype)
 
 
-# -- what is no sum ---------------------------------------------------------------------------------------------------
+# -- what is no sum ------------------------------------------------------------------------------------------
 
 
 @RULES.builder(
@@ -227,4 +231,6 @@ def scan(node: Node) -> OpSpec:
         out[at] = ("k",)
     linear = node.target is aten.cumsum.default and _keeps_dtype(node)
     whole = frozenset({f"d{at}", "k"})
-    return OpSpec(sizes, (tuple(dims),), (tuple(out),) * len(results(node)), whole & set(sizes), linear=linear)
+    return OpSpec(
+        sizes, (tuple(dims),), (tuple(out),) * len(results(node)), whole & set(sizes), linear=linear
+    )

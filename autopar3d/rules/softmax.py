@@ -75,7 +75,8 @@ def _exchange_softmax(op: LocalOp) -> list[Exchange]:
     along = _along(op)
     if along is None or op.single(along):
         return []
-    return all_reduces(op, [along], math.prod(op.in_shape(0)) // op.local(along), forward=2, backward=1)
+    rows = math.prod(op.in_shape(0)) // op.local(along)
+    return all_reduces(op, [along], rows, forward=2, backward=1, dtype=results(op.node)[0].dtype)
 
 
 @RULES.builder(aten.logsumexp.default)

@@ -1,4 +1,4 @@
-"""One or more calls of every op in the table: small, in double precision, with sizes that the test grids divide."""
+"""One or more calls of every op in the table: small, in fp64, of sizes that the test grids divide."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def yes(*shape: int) -> Tensor:
 def samples() -> list[Sample]:
     """Every sample, in the order of the families."""
     families = (_matmul, _pointwise, _views, _norms, _softmax, _attention, _embedding, _losses, _reductions)
-    return [s for family in (*families, _creation, _conv, _index) for s in family()]
+    return [s for family in (*families, _creation, _conv, _index, _finer) for s in family()]
 
 
 def _s(op: Any, *args: Any, constant: tuple[int, ...] = (), **kwargs: Any) -> Sample:
@@ -152,19 +152,43 @@ def _norms() -> Iterator[Sample]:
     yield _s(aten.native_layer_norm.default, t(4, 12), [12], t(12), t(12), 1e-5)
     yield _s(aten.rms_norm.default, t(2, 4, 12), [12], t(12))
     yield _s(aten.rms_norm.default, t(4, 12), [12], None, 1e-6)
-    yield _s(aten._fused_rms_norm.default, t(4, 12), [12], t(12), 1e-6)
+    yield Sample(aten._fused_rms_norm.default, (t(4, 12), [12], t(12), 1e-6), first=True)
     yield _s(aten.group_norm.default, t(4, 12, 3), 6, t(12), t(12), 1e-5, False)
     yield _s(aten.group_norm.default, t(4, 12, 3), 4)
     yield _s(aten.native_group_norm.default, t(4, 12, 3), t(12), t(12), 4, 12, 3, 6, 1e-5)
     yield _s(aten.instance_norm.default, t(4, 6, 3), t(6), t(6), None, None, True, 0.1, 1e-5, False)
-    yield _s(aten.instance_norm.default, t(4, 6, 3), None, None, t(6), pos(6), False, 0.1, 1e-5, False, constant=(1, 2))
+    yield _s(
+        aten.instance_norm.default,
+        t(4, 6, 3),
+        None,
+        None,
+        t(6),
+        pos(6),
+        False,
+        0.1,
+        1e-5,
+        False,
+        constant=(1, 2),
+    )
     for training in (True, False):
         stats = (t(6), pos(6))
         op = aten._native_batch_norm_legit_functional.default
         yield _s(op, t(12, 6, 2), t(6), t(6), *stats, training, 0.1, 1e-5, constant=(3, 4))
         yield _s(op, t(12, 6), None, None, *stats, training, 0.1, 1e-5, constant=(1, 2))
     yield _s(aten._native_batch_norm_legit.no_stats, t(12, 6, 2), t(6), t(6), True, 0.1, 1e-5)
-    yield _s(aten.batch_norm.default, t(12, 6, 2), t(6), t(6), t(6), pos(6), False, 0.1, 1e-5, False, constant=(3, 4))
+    yield _s(
+        aten.batch_norm.default,
+        t(12, 6, 2),
+        t(6),
+        t(6),
+        t(6),
+        pos(6),
+        False,
+        0.1,
+        1e-5,
+        False,
+        constant=(3, 4),
+    )
     yield _s(aten.batch_norm.default, t(12, 6, 2), t(6), t(6), None, None, True, 0.1, 1e-5, False)
 
 
@@ -214,7 +238,12 @@ def _losses() -> Iterator[Sample]:
         for op in (aten.nll_loss_nd.default, aten.nll_loss.default):
             for weight in (None, pos(12)):
                 yield _s(op, t(12, 12), target, weight, reduction, -100, constant=(2,))
-        for op in (aten.mse_loss.default, aten.l1_loss.default, aten.smooth_l1_loss.default, aten.huber_loss.default):
+        for op in (
+            aten.mse_loss.default,
+            aten.l1_loss.default,
+            aten.smooth_l1_loss.default,
+            aten.huber_loss.default,
+        ):
             yield _s(op, t(4, 6), t(4, 6), reduction)
         yield _s(aten.soft_margin_loss.default, t(4, 6), t(4, 6).sign(), reduction, constant=(1,))
         yield _s(aten.binary_cross_entropy.default, pos(4, 6), pos(4, 6), None, reduction, constant=(1,))
@@ -224,8 +253,12 @@ def _losses() -> Iterator[Sample]:
         for log in (True, False):
             yield _s(aten.kl_div.default, t(4, 6), pos(4, 6), reduction, log_target=log)
         yield _s(aten.hinge_embedding_loss.default, t(4, 6), t(4, 6).sign(), 1.0, reduction, constant=(1,))
-        yield _s(aten.margin_ranking_loss.default, t(4, 6), t(4, 6), t(4, 6).sign(), 0.1, reduction, constant=(2,))
-        yield _s(aten.poisson_nll_loss.default, t(4, 6), pos(4, 6), True, False, 1e-8, reduction, constant=(1,))
+        yield _s(
+            aten.margin_ranking_loss.default, t(4, 6), t(4, 6), t(4, 6).sign(), 0.1, reduction, constant=(2,)
+        )
+        yield _s(
+            aten.poisson_nll_loss.default, t(4, 6), pos(4, 6), True, False, 1e-8, reduction, constant=(1,)
+        )
         places = torch.where(yes(4, 6), ids(4, 4, 6), torch.tensor(2))
         for op in (aten.cross_entropy_loss.default, aten.nll_loss_nd.default):
             yield _s(op, t(4, 4, 6), places, pos(4), reduction, 2, constant=(2,))
@@ -251,7 +284,13 @@ def _reductions() -> Iterator[Sample]:
     yield _s(aten.std.dim, t(4, 6), [-1])
     yield _s(aten.std.default, t(4, 6), False)
     yield _s(aten.linalg_vector_norm.default, t(4, 6))
-    yield _s(aten.linalg_vector_norm.default, torch.cat([t(3, 6), torch.zeros(1, 6, dtype=torch.float64)]), 2, [1], True)
+    yield _s(
+        aten.linalg_vector_norm.default,
+        torch.cat([t(3, 6), torch.zeros(1, 6, dtype=torch.float64)]),
+        2,
+        [1],
+        True,
+    )
     yield _s(aten.linalg_vector_norm.default, t(4, 6), 1, [1])
     for op in (
         *(aten.amax.default, aten.amin.default, aten.max.dim, aten.min.dim, aten.argmax.default),
@@ -303,16 +342,19 @@ def _creation() -> Iterator[Sample]:
     yield _s(aten.eye.m, 4, 6)
     yield _s(aten.tril_indices.default, 4, 4)
     yield _s(aten.triu_indices.default, 4, 4)
-    yield _s(aten.rand.default, [4, 6])
-    yield _s(aten.randn.default, [4, 6])
-    yield _s(aten.randint.default, 5, [4, 6])
-    yield _s(aten.randint.low, 1, 5, [4, 6])
-    yield _s(aten.randperm.default, 12)
-    yield _s(aten.rand_like.default, t(4, 6))
-    yield _s(aten.randn_like.default, t(4, 6))
-    yield _s(aten.bernoulli.default, pos(4, 6), constant=(0,))
-    yield _s(aten.bernoulli.p, pos(4, 6), 0.5, constant=(0,))
-    yield _s(aten.multinomial.default, pos(4, 6), 2)
+    for op, args in (
+        (aten.rand.default, ([4, 6],)),
+        (aten.randn.default, ([4, 6],)),
+        (aten.randint.default, (5, [4, 6])),
+        (aten.randint.low, (1, 5, [4, 6])),
+        (aten.randperm.default, (12,)),
+        (aten.rand_like.default, (t(4, 6),)),
+        (aten.randn_like.default, (t(4, 6),)),
+        (aten.bernoulli.default, (pos(4, 6),)),
+        (aten.bernoulli.p, (pos(4, 6), 0.5)),
+        (aten.multinomial.default, (pos(4, 6), 2)),
+    ):
+        yield Sample(op, args, constant=(0,), empty=True)
     yield _s(aten.tril.default, t(4, 2, 6, 6))
     yield _s(aten.triu.default, t(4, 2, 6, 6), 1)
     yield _s(aten.broadcast_tensors.default, [t(4, 1), t(6)])
@@ -342,7 +384,11 @@ def _conv() -> Iterator[Sample]:
         yield _s(op, t(4, 6, 4), [2])
     for op in (aten.max_pool2d.default, aten.max_pool2d_with_indices.default, aten.avg_pool2d.default):
         yield _s(op, t(4, 6, 4, 4), [2, 2])
-    for op in (aten.adaptive_avg_pool2d.default, aten._adaptive_avg_pool2d.default, aten.adaptive_max_pool2d.default):
+    for op in (
+        aten.adaptive_avg_pool2d.default,
+        aten._adaptive_avg_pool2d.default,
+        aten.adaptive_max_pool2d.default,
+    ):
         yield _s(op, t(4, 6, 4, 4), [2, 2])
     for op in (aten.max_pool3d.default, aten.avg_pool3d.default):
         yield _s(op, t(4, 6, 4, 2, 2), [2, 2, 2])
@@ -398,10 +444,30 @@ def _index() -> Iterator[Sample]:
     yield _s(aten.index_add.default, t(4, 6), 1, ids(6, 8), t(4, 8))
     yield _s(aten.index_copy.default, t(4, 6), 1, torch.tensor([3, 0]), t(4, 2))
     yield _s(aten.index_fill.int_Scalar, t(4, 6), 1, torch.tensor([3, 0]), 2.0)
-    yield _s(aten.index_fill.int_Tensor, t(4, 6), 1, torch.tensor([3, 0]), t())
+    yield _s(aten.index_fill.int_Tensor, t(4, 6), 1, torch.tensor([3, 0]), t(), constant=(2,))
     yield _s(aten.bucketize.Tensor, t(4, 6), torch.arange(5.0, dtype=torch.float64), constant=(0, 1))
     yield _s(aten.isin.Tensor_Tensor, ids(9, 4, 6), ids(9, 5))
     yield _s(aten.glu.default, t(4, 24), -1)
     yield _s(aten.cosine_similarity.default, t(4, 6, 2), t(6, 2), -1)
     yield _s(aten.diagonal.default, t(4, 6, 6), 0, 1, 2)
     yield _s(aten.unfold.default, t(4, 6), 1, 2, 1)
+
+
+def _finer() -> Iterator[Sample]:
+    """Ops whose factors other ops cut: an axis may lie on an inner piece, so a shard is no single run."""
+    table, places = t(24, 6), ids(24, 4, 6)
+    yield Sample(aten.embedding.default, (table, places, 2), views={0: [4, 6, 6], 1: [4, 6]})
+    target = torch.tensor([0, 5, 11, -100, 7, 3, -100, 11, 1, 2, 6, 4])
+    for weight in (None, pos(12)):
+        args = (t(12, 12), target, weight, 1, -100, 0.1)
+        yield Sample(aten.cross_entropy_loss.default, args, constant=(2,), views={0: [2, 6, 6, 2], 1: [2, 6]})
+    yield Sample(aten.nll_loss_nd.default, (t(12, 12), target), views={0: [12, 2, 6]})
+    heads = tuple(t(2, 4, 12, 3) for _ in range(3))
+    causal = aten.scaled_dot_product_attention.default
+    yield Sample(causal, (*heads, None, 0.0, True), views={0: [2, 4, 2, 6, 3]})
+    yield Sample(aten.layer_norm.default, (t(4, 12), [12], t(12), t(12)), views={0: [4, 2, 6]})
+    yield Sample(aten.softmax.int, (t(4, 12), 1), views={0: [4, 2, 6]})
+    yield Sample(
+        aten.conv2d.default, (t(4, 12, 3, 3), t(8, 12, 2, 2), t(8)), views={0: [4, 6, 2, 3, 3], 2: [2, 4]}
+    )
+    yield Sample(aten.mean.dim, (t(4, 12), [1]), views={0: [4, 6, 2]})

@@ -1,8 +1,8 @@
-"""The rule table is proved numerically: every rule, every legal placement of axes on its factors, against the plain op.
+"""The rule table is proved numerically: every rule, every legal placement, against the plain op.
 
-A placement is forced, the local program is made by the real passes, and all ranks run in lock-step. Results and
-gradients must be the plain op's, and the collectives in the emitted graphs must be those that the rule and the changes
-of layout announce. Ops with more than `LIMIT` placements are proved on a fixed sample of them (`-m slow` takes more).
+A placement is forced, the real passes make the local program, and all ranks run in lock-step. Results and
+gradients must be the plain op's, and the emitted collectives must be those that the rule and the changes of
+layout announce. Of many placements a fixed sample is taken: `LIMIT`, or `SLOW_LIMIT` if slow.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from .samples import samples
 
 SAMPLES = samples()
 GRIDS = (Grid(2, 2, 2), Grid(2, 3, 1))
-LIMIT, SLOW_LIMIT = 6, 60
+LIMIT, SLOW_LIMIT = 4, 60
 
 
 def _name(sample: Sample) -> str:
@@ -28,7 +28,7 @@ def _name(sample: Sample) -> str:
 
 
 def _chosen(found: list[Strategy], limit: int) -> list[Strategy]:
-    """All of them, or a fixed sample that has the first, the most sharded, and one with two axes on a factor."""
+    """All, or a fixed sample with the first, the most sharded, and one with two axes on a factor."""
     if len(found) <= limit:
         return found
     nested = [s for s in found if any(len(axes) > 1 for _, axes in s.assigned)]

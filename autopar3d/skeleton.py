@@ -1,0 +1,98 @@
+"""The structure of a user's model without its tensors, from which any new input shape or mode can be traced."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode  # fake values on the real device type: no public name yet
+
+from .errors import InputError
+from .passes.canonicalize import canonicalize
+from .passes.trace import trace
+from .program import Program
+
+
+class Skeleton:
+    """A copy of a model whose parameters and buffers are fake, on the device where they will live.
+
+    Args:
+        model: the user's module; it is neither changed nor kept.
+        device: where parameters of a meta model will live.
+        loss_fn: `loss_fn(output, *targets)`, put inside the graph; `targets` is then a keyword of the call.
+    """
+
+    def __init__(self, model: nn.Module, device: torch.device, loss_fn: Callable[..., Tensor] | None = None) -> None:
+        self.mode = FakeTensorMode(allow_non_fake_inputs=True)
+        memo: dict[int, Any] = {}
+        with self.mode:
+            for tensor in (*model.parameters(), *model.buffers()):
+                place = device if tensor.is_meta else tensor.device
+                fake: Tensor = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=place)
+                memo[id(tensor)] = nn.Parameter(fake, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else fake
+        self.model: nn.Module = copy.deepcopy(model, memo)
+        for module in self.model.modules():
+            # Hooks belong to the user's model and its tensors.
+            module._forward_hooks.clear()
+            module._forward_pre_hooks.clear()
+        if loss_fn is not None:
+            self.model.forward = _with_loss(self.model.forward, loss_fn)  # type: ignore[method-assign]
+
+    def modes(self) -> dict[str, bool]:
+        """train/eval flag by module path."""
+        return {path: module.training for path, module in self.model.named_modules()}
+
+    def trace(
+        self,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        modes: dict[str, bool],
+        trainable: dict[str, bool],
+    ) -> Program:
+        """The canonical program of one call; tensors may be real, fake or meta, only shape and dtype are read.
+
+        Args:
+            modes: train/eval flag by module path.
+            trainable: requires_grad by parameter name.
+
+        Raises:
+            TraceError: the model cannot be made a graph.
+        """
+        for path, module in self.model.named_modules():
+            module.training = modes.get(path, module.training)
+        for name, parameter in self.model.named_parameters():
+            parameter.requires_grad_(trainable.get(name, parameter.requires_grad))
+        device = next((p.device for p in self.model.parameters()), torch.device("cpu"))
+        fake_args, fake_kwargs = torch.utils._pytree.tree_map_only(
+            Tensor, lambda t: self._fake(t, device), (args, kwargs)
+        )
+        return canonicalize(trace(self.model, fake_args, fake_kwargs))
+
+    def _fake(self, tensor: Tensor, device: torch.device) -> Tensor:
+        with self.mode:
+            place = device if tensor.is_meta else tensor.device
+            fake = torch.empty(tuple(tensor.shape), dtype=tensor.dtype, device=place)
+        return fake.requires_grad_(tensor.requires_grad)
+
+
+def _with_loss(forward: Callable[..., Any], loss_fn: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    def run(*args: Any, targets: Sequence[Any] = (), **kwargs: Any) -> Tensor:
+        if isinstance(targets, Tensor):
+            raise InputError("targets= got a tensor; pass a tuple, as in targets=(labels,)")
+        return loss_fn(forward(*args, **kwargs), *targets)
+
+    return run
+
+
+@contextlib.contextmanager
+def quiet() -> Iterator[None]:
+    """Without the warnings that torch's tracing prints about itself."""
+    import warnings
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        yield

@@ -1,0 +1,203 @@
+"""One planned call: from a traced program to the graphs that run. The passes in their order, and nothing else."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+
+
+from .errors import PlanError
+from .factors import Factors, ValueShape
+from .grid import Grid
+from .hardware import Hardware
+from .layout import Layout
+from .passes.differentiate import Differentiated, differentiate
+from .passes.propagate import propagate, readings
+from .passes.rewrite import LocalProgram, rewrite
+from .plan import Decisions
+from .program import Program
+from .redistribute import State
+from .strategies import needed, states
+
+OUTPUTS = ("auto", "global", "sharded", "loss")
+
+
+@dataclass(frozen=True)
+class Options:
+    """What a user may ask of a plan; see `compile`."""
+
+    scheme: str = "auto"
+    inputs: str = "global"
+    outputs: str | Mapping[str, str] = "auto"
+    regather: str = "all"
+    strict: bool = False
+
+    def check(self) -> None:
+        """Raise PlanError for a value that is not known."""
+        if self.inputs not in ("global", "sharded"):
+            raise PlanError(f"inputs={self.inputs!r} is not known; choose 'global' or 'sharded'")
+        values = [self.outputs] if isinstance(self.outputs, str) else list(self.outputs.values())
+        for value in values:
+            if value not in OUTPUTS:
+                raise PlanError(f"outputs={value!r} is not known; choose one of {', '.join(OUTPUTS)}")
+
+
+@dataclass(frozen=True)
+class Step:
+    """A call planned and emitted.
+
+    Attributes:
+        program: the global program.
+        factors, decisions, local: what the passes found.
+        runs: the graphs.
+        outputs: per result with a node: "global", "sharded" or "buffer".
+    """
+
+    program: Program
+    factors: Factors
+    decisions: Decisions
+    local: LocalProgram
+    runs: Differentiated
+    outputs: tuple[str, ...]
+
+    @property
+    def argument_layouts(self) -> tuple[Layout, ...]:
+        return self.local.arguments
+
+    def result_shape(self, i: int) -> tuple[int, ...]:
+        """Global shape of result i (counted among those with a node)."""
+        node = self.program.graph.graph.output_node().args[0][i]  # type: ignore[index]
+        return tuple(node.meta["val"].shape)  # type: ignore[union-attr]
+
+
+def build_step(
+    program: Program,
+    grid: Grid,
+    hardware: Hardware,
+    options: Options,
+    pinned: Mapping[str, State] | None = None,
+    seeds: tuple[int, ...] | None = None,
+) -> Step:
+    """Run the passes after canonicalize.
+
+    Args:
+        pinned: placements of parameters that exist already, by placeholder name.
+        seeds: results (with a node) from which gradients will flow; None takes the loss, or else all.
+
+    Raises:
+        PlanError: unknown options; or `strict` and something is kept whole or has no rule.
+    """
+    factors = Factors(program.graph.graph)
+    modes = output_modes(program, options)
+    decisions = propagate(
+        program,
+        grid,
+        hardware,
+        factors=factors,
+        scheme=options.scheme,
+        regather=options.regather,
+        result_states=lambda i, shape: _result_states(modes[i], shape, grid),
+        pinned=pinned,
+    )
+    decisions = _place_inputs(program, factors, decisions, sharded=options.inputs == "sharded")
+    if options.strict:
+        _refuse_whole(factors, decisions)
+    local = rewrite(program, factors, decisions, regather=options.regather)
+    with_node = [m for m, r in zip(modes, program.results, strict=True) if r.node is not None]
+    runs = differentiate(
+        local,
+        [n.meta["val"] for n in program.graph.graph.nodes if n.op == "placeholder"],
+        [a.requires_grad for a in program.arguments],
+        seeds=default_seeds(program) if seeds is None else seeds,
+    )
+    return Step(program, factors, decisions, local, runs, tuple(with_node))
+
+
+def output_modes(program: Program, options: Options) -> list[str]:
+    """Per result: "global", "sharded", "buffer", or "dropped" for an output that "loss" leaves out."""
+    losses = _losses(program)
+    modes = []
+    for i, result in enumerate(program.results):
+        wish = options.outputs if isinstance(options.outputs, str) else options.outputs.get(result.name, "auto")
+        if result.kind == "buffer":
+            modes.append("buffer")
+        elif i in losses:
+            modes.append("global")
+        elif wish == "auto":
+            modes.append("sharded" if losses else "global")
+        elif wish == "loss":
+            if not losses:
+                raise PlanError('outputs="loss" needs a scalar among the outputs; this model returns none')
+            modes.append("sharded")
+        else:
+            modes.append(wish)
+    if not isinstance(options.outputs, str):
+        unknown = set(options.outputs) - {r.name for r in program.results}
+        if unknown:
+            names = ", ".join(repr(r.name) for r in program.results if r.kind == "output")
+            raise PlanError(f"outputs= names {sorted(unknown)}; the model's outputs are {names}")
+    return modes
+
+
+def _losses(program: Program) -> list[int]:
+    """Numbers of the results that are a loss: floating scalars."""
+    nodes = {n.name: n for n in program.graph.graph.nodes}
+    found = []
+    for i, result in enumerate(program.results):
+        if result.kind == "output" and result.node is not None:
+            val = nodes[result.node].meta["val"]
+            if val.dim() == 0 and val.is_floating_point():
+                found.append(i)
+    return found
+
+
+def default_seeds(program: Program) -> tuple[int, ...] | None:
+    """Results (counted with a node) from which gradients flow: the scalars, or None for all where there is none."""
+    with_node = [i for i, r in enumerate(program.results) if r.node is not None]
+    losses = _losses(program)
+    return tuple(with_node.index(i) for i in losses) or None
+
+
+def _result_states(mode: str, shape: ValueShape, grid: Grid) -> list[State]:
+    whole = State(((),) * len(shape.atoms))
+    if mode != "sharded":
+        return [whole]
+    # A DTensor must be able to carry it.
+    return [s for s in states(shape.atoms, grid, "R") if shape.layout(s, grid).is_plain] or [whole]
+
+
+def _place_inputs(program: Program, factors: Factors, decisions: Decisions, *, sharded: bool) -> Decisions:
+    """Let each input enter the graphs as the shard that all its readers want, so that it is cut once, outside.
+
+    With `sharded` inputs, ranks pass their part of the first dim only, and the graph cuts the rest. An input that
+    wants a gradient, or that is read in several placements, enters whole.
+    """
+    slots = readings(program)
+    storage = dict(decisions.storage)
+    nodes = {n.name: n for n in program.graph.graph.nodes}
+    for argument in program.arguments_of("input"):
+        node = nodes[argument.node]
+        shape = factors.values.get(node)
+        if shape is None or argument.requires_grad:
+            continue
+        wanted = set()
+        for slot in slots.get(node, ()):
+            if slot.reader is None:
+                wanted.add(State(((),) * len(shape.atoms)))
+                continue
+            strategy = decisions.strategies[slot.reader.name]
+            state = needed(factors.specs[slot.reader], strategy, slot.operand, grad=False)
+            if sharded and shape.dims and shape.dims[0]:
+                state = State((state.atoms[0], *((),) * (len(shape.atoms) - 1)))
+            wanted.add(state)
+        if len(wanted) == 1 and not next(iter(wanted)).partial and (not sharded or (shape.dims and shape.dims[0])):
+            storage[argument.node] = wanted.pop()
+    return replace(decisions, storage=storage)
+
+
+def _refuse_whole(factors: Factors, decisions: Decisions) -> None:
+    problems = [f"{name}: {why}" for name, why in decisions.whole.items()]
+    problems += [f"{op} has no rule ({len(nodes)} uses)" for op, nodes in factors.without_rule.items()]
+    if problems:
+        listed = "\n  ".join(problems)
+        raise PlanError(f"strict=True, but on grid {decisions.grid} these are kept whole:\n  {listed}")
