@@ -54,7 +54,9 @@ def from_placements(places: Sequence[Placement], grid: Grid, ndim: int) -> Layou
             of pieces of some axes.
     """
     if len(places) != len(AXES):
-        raise LayoutError(f"{len(places)} placements {tuple(places)}; a grid has three axes, so it takes three")
+        raise LayoutError(
+            f"{len(places)} placements {tuple(places)}; a grid has three axes, so it takes three"
+        )
     dims: list[list[str]] = [[] for _ in range(ndim)]
     partial = []
     # From right to left each axis goes inside the outer ones that its stride counts.
@@ -66,10 +68,14 @@ def from_placements(places: Sequence[Placement], grid: Grid, ndim: int) -> Layou
             pieces = int(place.split_factor) if isinstance(place, _StridedShard) else 1
             at = next((i for i in range(len(held) + 1) if grid.extent(held[:i]) == pieces), None)
             if at is None:
-                raise LayoutError(f"placements {tuple(places)} on grid {grid}: no layout has a stride of {pieces}")
+                raise LayoutError(
+                    f"placements {tuple(places)} on grid {grid}: no layout has a stride of {pieces}"
+                )
             held.insert(at, axis)
         elif not isinstance(place, Replicate):
-            raise LayoutError(f"placement {place} of axis {axis} has no layout; use Shard, Replicate or Partial('sum')")
+            raise LayoutError(
+                f"placement {place} of axis {axis} has no layout; use Shard, Replicate or Partial('sum')"
+            )
     return Layout(tuple((Factor(0, tuple(d)),) for d in dims), frozenset(partial))
 
 

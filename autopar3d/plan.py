@@ -1,11 +1,22 @@
-"""The decisions of a plan, as plain data: what `passes.propagate` returns and `passes.rewrite` carries out."""
+"""Plans, as plain data.
+
+`Decisions` is what `passes.propagate` returns and `passes.rewrite` carries out. `Plan` is what users read: what went
+where and what it costs, without a reference to any graph, so that it prints, hashes, and goes to JSON and back.
+"""
 
 from __future__ import annotations
 
+import dataclasses
+import json
+from collections.abc import Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
 
+from .errors import PlanError
 from .grid import Grid
 from .hardware import Hardware
+from .printout import render
 from .redistribute import State
 from .strategies import Strategy
 
@@ -34,3 +45,225 @@ class Decisions:
     cost: float = 0.0
     exact: bool = True
     whole: dict[str, str] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Sent:
+    """What each rank sends in some collectives of one step (ring convention, see `collectives.Collective`).
+
+    Args:
+        axis, kind: the grid axis; all_gather, reduce_scatter, all_reduce or all_to_all.
+        phase: "forward", "backward", or "regather": a gather of the forward done again in backward.
+        bytes: per rank and step, together.
+        calls: number of collectives.
+    """
+
+    axis: str
+    kind: str
+    phase: str
+    bytes: float
+    calls: int
+
+
+@dataclass(frozen=True)
+class ParameterPlan:
+    """Where one parameter lives, and what moves on its behalf.
+
+    Args:
+        names: all its names, when it is tied.
+        layout: as it is stored, in the text form of `Layout`.
+        gathered: axes over which it is gathered before use.
+        reduced: axes over which its gradient is summed.
+        trained: whether it has a gradient.
+    """
+
+    names: tuple[str, ...]
+    shape: tuple[int, ...]
+    dtype: str
+    layout: str
+    local_shape: tuple[int, ...]
+    trained: bool
+    gathered: tuple[str, ...]
+    reduced: tuple[str, ...]
+    sent: tuple[Sent, ...]
+
+
+@dataclass(frozen=True)
+class OpPlan:
+    """How one op runs: every matmul, convolution and attention, and every other op that sends.
+
+    Args:
+        name: of its graph node.
+        module, source: path of the module and line of the code it comes from.
+        op: short name.
+        shape, layout, local_shape: of its (first) result.
+        strategy: axes per factor, as `str(Strategy)`.
+        roles: the same in words: "a=y b=x c=z" for a product with a weight (a gathers the input, b the weight, c
+            reduces the result), else as "batch:x heads:y"; "repeat:z" names axes on which ranks do the same work.
+        flops: floating point operations of the forward on one rank; 0 for ops that are no matmul, convolution or
+            attention.
+        seconds: its computation, forward and backward, and its collectives, one after the other.
+        sent: collectives for its operands and its results. A copy that several ops read is counted at the first.
+    """
+
+    name: str
+    module: str
+    source: str
+    op: str
+    shape: tuple[int, ...]
+    layout: str
+    local_shape: tuple[int, ...]
+    strategy: str
+    roles: str
+    flops: float
+    seconds: float
+    sent: tuple[Sent, ...]
+
+
+@dataclass(frozen=True)
+class OutputPlan:
+    """How one result leaves. `mode`: "global", "sharded", or "buffer" for a buffer's new value."""
+
+    name: str
+    mode: str
+    shape: tuple[int, ...]
+    layout: str
+    sent: tuple[Sent, ...]
+
+
+@dataclass(frozen=True)
+class Repeated:
+    """Ops that ranks along `axes` repeat instead of sharing, and why. `modules` has one entry an op."""
+
+    op: str
+    axes: str
+    why: str
+    modules: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What went where, and what it costs: `print(plan)`. Numbers are per rank, for one forward and backward.
+
+    Args:
+        grid: axis sizes.
+        hardware: name of the profile that costs were predicted with.
+        scheme, regather, inputs: options it was made with ("" where not known).
+        strategies: op -> axes per factor.
+        storage, copies: placeholder -> layout it is stored in; value -> layout of the copy its readers share.
+        parameters, ops, outputs: the details.
+        traffic: everything sent, by axis, kind and phase.
+        memory: bytes by purpose: parameters, gradients, optimizer (AdamW), buffers, activations (saved between forward
+            and backward), inputs, outputs, peak forward, peak backward.
+        forward_flops, backward_flops: matmuls, convolutions and attention in the emitted graphs.
+        ideal_flops: those of one device, divided by the number of devices.
+        seconds: predicted time of forward and backward as scheduled.
+        compute: seconds of it in which compute runs.
+        communication, exposed: per axis, seconds of its collectives, and seconds that compute waits for them.
+        cost: the planner's objective; `exact`: whether it is proven minimal.
+        whole: tensors kept whole -> why.
+        repeated: ops repeated on some axes.
+        without_rule: ops computed whole for want of a rule -> number of uses.
+        hash: digest of decisions, layouts and graphs: equal exactly when ranks run the same program.
+    """
+
+    grid: tuple[int, int, int]
+    hardware: str
+    scheme: str
+    regather: str
+    inputs: str
+    strategies: dict[str, str]
+    storage: dict[str, str]
+    copies: dict[str, str]
+    parameters: tuple[ParameterPlan, ...]
+    ops: tuple[OpPlan, ...]
+    outputs: tuple[OutputPlan, ...]
+    traffic: tuple[Sent, ...]
+    memory: dict[str, int]
+    forward_flops: float
+    backward_flops: float
+    ideal_flops: float
+    seconds: float
+    compute: float
+    communication: dict[str, float]
+    exposed: dict[str, float]
+    cost: float
+    exact: bool
+    whole: dict[str, str]
+    repeated: tuple[Repeated, ...]
+    without_rule: dict[str, int]
+    hash: str
+
+    @property
+    def devices(self) -> int:
+        return self.grid[0] * self.grid[1] * self.grid[2]
+
+    @property
+    def flops(self) -> float:
+        """Matmul, convolution and attention FLOPs per rank, forward and backward."""
+        return self.forward_flops + self.backward_flops
+
+    @property
+    def bytes(self) -> dict[tuple[str, str], float]:
+        """Bytes each rank sends per step, by (axis, kind)."""
+        return self.bytes_in("forward", "backward", "regather")
+
+    def bytes_in(self, *phases: str) -> dict[tuple[str, str], float]:
+        """Bytes by (axis, kind) in some phases. What backward_graph sends is in "backward" and "regather"."""
+        found: dict[tuple[str, str], float] = {}
+        for s in self.traffic:
+            if s.phase in phases:
+                found[s.axis, s.kind] = found.get((s.axis, s.kind), 0.0) + s.bytes
+        return found
+
+    def __str__(self) -> str:
+        return render(self)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain lists, dicts, numbers and strings, from which `from_dict` makes an equal plan."""
+        plain: dict[str, Any] = json.loads(json.dumps(dataclasses.asdict(self)))
+        return {"format": _FORMAT, **plain}
+
+    @classmethod
+    def from_dict(cls, plain: Mapping[str, Any]) -> Plan:
+        """Inverse of `to_dict`.
+
+        Raises:
+            PlanError: not a plan, or one of another format.
+        """
+        if plain.get("format") != _FORMAT:
+            raise PlanError(f"this is no plan of format {_FORMAT}: its format is {plain.get('format')!r}")
+        data = {k: v for k, v in plain.items() if k != "format"}
+        try:
+            for name, kind in _PARTS.items():
+                data[name] = tuple(_restored(kind, item) for item in data[name])
+            return cls(**{k: tuple(v) if isinstance(v, list) else v for k, v in data.items()})
+        except (KeyError, TypeError) as error:
+            raise PlanError(f"this plan is damaged: {error}") from error
+
+    def save(self, path: str | Path) -> None:
+        """Write the plan as JSON."""
+        Path(path).write_text(json.dumps(self.to_dict(), indent=1) + "\n")
+
+    @classmethod
+    def load(cls, path: str | Path) -> Plan:
+        """Read a plan that `save` wrote. Runs no code."""
+        return cls.from_dict(json.loads(Path(path).read_text()))
+
+
+_FORMAT = 1
+
+_PARTS: dict[str, type[Any]] = {
+    "parameters": ParameterPlan,
+    "ops": OpPlan,
+    "outputs": OutputPlan,
+    "traffic": Sent,
+    "repeated": Repeated,
+}
+
+
+def _restored(kind: type[Any], item: Mapping[str, Any]) -> Any:
+    values = {k: tuple(v) if isinstance(v, list) else v for k, v in item.items()}
+    if "sent" in values:
+        values["sent"] = tuple(Sent(**s) for s in values["sent"])
+    return kind(**values)

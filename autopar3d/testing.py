@@ -29,7 +29,9 @@ def grids(max_ranks: int = 8, size_one: bool = True) -> SearchStrategy[Grid]:
     sizes = range(1 if size_one else 2, max_ranks + 1)
     found = [s for s in itertools.product(sizes, repeat=3) if math.prod(s) <= max_ranks]
     if not found:
-        raise ValueError(f"no grid of at most {max_ranks} ranks has three axes of size 2 or more; that takes 8")
+        raise ValueError(
+            f"no grid of at most {max_ranks} ranks has three axes of size 2 or more; that takes 8"
+        )
     return st.sampled_from([Grid(*s) for s in sorted(found, key=lambda s: (math.prod(s), s))])  # type: ignore[no-any-return]
 
 

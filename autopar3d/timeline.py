@@ -130,12 +130,12 @@ class Network:
         return min((f.left(s) for f, s in self._heads()), default=None)
 
     def _step(self, wait: float) -> list[Node]:
-        through = [f for f, s in self._heads() if f.left(s) <= wait]
+        through = [(f, f.latency_left > 0.0) for f, s in self._heads() if f.left(s) <= wait]
         self._pass(wait)
         self.now += wait
         finished = []
-        for flight in through:
-            if flight.latency_left > 0.0:
+        for flight, in_latency in through:
+            if in_latency:
                 flight.latency_left = 0.0
                 continue
             self._queues[axis_of(flight.node)].popleft()

@@ -223,7 +223,9 @@ class _Rewriter:
         node = self.graph.call_function(
             function, (local, *args), name=f"{value.name}_{step.kind}_{step.axis}"
         )
-        origin = value if reader is None or value.op != "placeholder" else reader
+        # Finishing a sum belongs to the op that left it; what else is moved, to the op that wants it so.
+        finishing = step.kind in ("scatter", "reduce") and value.op != "placeholder"
+        origin = value if reader is None or finishing else reader
         node.meta = self._meta(origin)
         drop = drops(self.regather, value)
         if step.kind in ("gather", "regroup"):

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import itertools
 import tempfile
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torch.distributed.tensor.placement_types import _StridedShard
@@ -25,7 +24,7 @@ from autopar3d.testing import grids, layouts
 
 # Per tensor its dims as atoms; (3, 4, 4) are the rows of a fused q/k/v weight.
 EVEN = (((16,), (32,)), ((24,),), ((8,), (12,), (16,)), ((48,), (8,)), ((3, 4, 4), (8,)))
-UNEVEN = ((5,), (7, 3), (3, 10))
+UNEVEN = ((5,), (7, 3))
 
 
 def test_axes_in_mesh_order_are_shards() -> None:
@@ -95,7 +94,9 @@ def _cases(grid: Grid) -> list[tuple[str, tuple[int, ...], list[Layout]]]:
         shape = _shape(dims)
         found.append((f"{dims}", shape, [value.layout(s, grid) for s in storages(value, grid)]))
     for shape in UNEVEN:
-        found.append((f"{shape}", shape, [u for u in _all_plain(len(shape), grid) if is_exact(u, shape, grid)]))
+        found.append(
+            (f"{shape}", shape, [u for u in _all_plain(len(shape), grid) if is_exact(u, shape, grid)])
+        )
     return found
 
 
@@ -128,7 +129,9 @@ def _state(grid: Grid, mesh: Any, fill: bool, offset: int = 0) -> dict[str, DTen
     """The copies of every tensor, each in the next of its layouts."""
     rank = dist.get_rank()
     found = {}
-    for number, ((name, shape, options), (_, _, copies)) in enumerate(zip(_cases(grid), _copies(), strict=True)):
+    for number, ((name, shape, options), (_, _, copies)) in enumerate(
+        zip(_cases(grid), _copies(), strict=True)
+    ):
         for i in range(copies):
             layout = options[(i + offset) % len(options)]
             assert is_exact(layout, shape, grid), f"{layout} of {shape}"
@@ -190,8 +193,8 @@ def _load(sizes: tuple[int, int, int], folder: str, offset: int) -> list[str]:
 def _train(grid: Grid, mesh: Any) -> list[str]:
     """Two AdamW steps with clipping on DTensors and on plain tensors: where they differ."""
     rank = dist.get_rank()
-    # Few: to clip, DTensor searches for a placement common to all norms, slowly.
-    kinds = [(shape, layout) for _, shape, options in _cases(grid) for layout in options[-1:]]
+    # Few: DTensor takes a third of a second for each op on each new pair of shape and placements.
+    kinds = [(shape, options[-1]) for _, shape, options in _cases(grid)[:6:2] + _cases(grid)[-1:]]
     fulls = [_tensor(shape, k) for k, (shape, _) in enumerate(kinds)]
     plain = [torch.nn.Parameter(t.clone()) for t in fulls]
     ours = [

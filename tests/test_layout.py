@@ -188,7 +188,9 @@ def test_names_stand_for_sizes() -> None:
     read = Layout.parse("[(3 h:y d), k:zx]", sizes={"h": 12, "d": 64})
     assert read == Layout(((Factor(3, ()), Factor(12, ("y",)), Factor(64, ())), (Factor(0, ("z", "x")),)))
     assert Layout.parse("[b:x, s:-, h:]") == Layout.of("x", "", "")
-    assert Layout.parse("[(b:x s:-)]", sizes={"b": 4, "s": 8}) == Layout(((Factor(4, ("x",)), Factor(8, ())),))
+    assert Layout.parse("[(b:x s:-)]", sizes={"b": 4, "s": 8}) == Layout(
+        ((Factor(4, ("x",)), Factor(8, ())),)
+    )
 
 
 @pytest.mark.parametrize(

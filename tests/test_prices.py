@@ -27,7 +27,14 @@ def walked(source: State, target: State, grid: Grid) -> tuple[np.ndarray, np.nda
 
 @pytest.mark.parametrize(
     ("atoms", "sizes", "stride"),
-    [(0, (2, 3, 4), 1), (1, (2, 3, 4), 1), (2, (2, 1, 3), 1), (2, (2, 3, 4), 17), (3, (4, 2, 3), 401), (4, (2, 3, 2), 9973)],
+    [
+        (0, (2, 3, 4), 1),
+        (1, (2, 3, 4), 1),
+        (2, (2, 1, 3), 1),
+        (2, (2, 3, 4), 17),
+        (3, (4, 2, 3), 401),
+        (4, (2, 3, 2), 9973),
+    ],
 )
 def test_the_table_equals_the_walk(atoms: int, sizes: tuple[int, int, int], stride: int) -> None:
     """All pairs of up to two atoms' placements; every so many of more."""
@@ -39,7 +46,10 @@ def test_the_table_equals_the_walk(atoms: int, sizes: tuple[int, int, int], stri
         i, j = divmod(pair, len(found))
         latency, per_byte = walked(found[i], found[j], grid)
         assert np.allclose(table.latency[:, i, j], latency, rtol=1e-9, atol=0), (found[i], found[j])
-        assert np.allclose(table.inverse_bandwidth[:, i, j], per_byte, rtol=1e-9, atol=0), (found[i], found[j])
+        assert np.allclose(table.inverse_bandwidth[:, i, j], per_byte, rtol=1e-9, atol=0), (
+            found[i],
+            found[j],
+        )
 
 
 def test_what_a_price_counts() -> None:
@@ -50,7 +60,12 @@ def test_what_a_price_counts() -> None:
     at = np.array([table.index[shard]]), np.array([table.index[copy]])
     link = hardware.link("z", grid)
     once = link.latency + 500 / link.bandwidth  # half of 1000 bytes
-    for grad, regather, collectives in ((False, False, 1), (False, True, 1), (True, False, 2), (True, True, 3)):
+    for grad, regather, collectives in (
+        (False, False, 1),
+        (False, True, 1),
+        (True, False, 2),
+        (True, True, 3),
+    ):
         seconds = table.price(*at, 1000, grad=grad, regather=regather)
         assert seconds.shape == (1, 1)
         assert np.isclose(seconds[0, 0], collectives * once)

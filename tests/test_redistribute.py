@@ -78,7 +78,9 @@ def represents(
 ) -> bool:
     layout = ValueShape(dims, tensor.dtype).layout(State(state.atoms, state.partial), grid)
     for rank in range(grid.size):
-        first = grid.index({a: 0 if a in layout.replicated_axes(grid) else i for a, i in grid.coordinates(rank).items()})
+        first = grid.index(
+            {a: 0 if a in layout.replicated_axes(grid) else i for a, i in grid.coordinates(rank).items()}
+        )
         if not torch.equal(pieces[rank], pieces[first]):
             return False
     return torch.equal(layout.assemble(pieces, tensor.shape, grid), tensor)
@@ -284,9 +286,13 @@ def test_routes_move_the_smallest_tensors_they_can() -> None:
 def test_any_redistribution_of_any_value(data: Any) -> None:
     """Whole routes, on any grid, with any factors of a dim."""
     grid = data.draw(grids(8))
-    dims = data.draw(st.sampled_from([((24,),), ((3, 8), (4,)), ((4, 6),), ((2, 3, 4), (12,)), ((), (12,)), ()]))
+    dims = data.draw(
+        st.sampled_from([((24,),), ((3, 8), (4,)), ((4, 6),), ((2, 3, 4), (12,)), ((), (12,)), ()])
+    )
     found = states(tuple(n for d in dims for n in d), grid, "RPV")
-    pairs = data.draw(st.lists(st.tuples(st.sampled_from(found), st.sampled_from(found)), min_size=1, max_size=6))
+    pairs = data.draw(
+        st.lists(st.tuples(st.sampled_from(found), st.sampled_from(found)), min_size=1, max_size=6)
+    )
     prove(dims, [Journey(a, (b,)) for a, b in pairs], grid)
 
 
@@ -354,13 +360,19 @@ def test_readers_that_share_a_placement_share_its_collectives() -> None:
     grid = Grid(2, 2, 2)
     shard, copy = State((("y", "x"), ("z",))), State((("y",), ("z",)), (), ("x",))
     one, three = (move(((8,), (8,)), [Journey(shard, (copy,) * n)], grid) for n in (1, 3))
-    assert counted(one) == counted(three) == {("all_gather", "x", "forward"): 8, ("reduce_scatter", "x", "backward"): 8}
+    assert (
+        counted(one)
+        == counted(three)
+        == {("all_gather", "x", "forward"): 8, ("reduce_scatter", "x", "backward"): 8}
+    )
 
 
 # -- prices --------------------------------------------------------------------------------------------------------
 
 
-def read_nonlinearly(dims: Dims, source: State, target: State, grid: Grid) -> tuple[list[Collective], list[Collective]]:
+def read_nonlinearly(
+    dims: Dims, source: State, target: State, grid: Grid
+) -> tuple[list[Collective], list[Collective]]:
     """Collectives of forward and backward where the reader's backward needs the moved value."""
     from autopar3d import collectives as ops
 
@@ -373,7 +385,9 @@ def read_nonlinearly(dims: Dims, source: State, target: State, grid: Grid) -> tu
     atom = step.atom if step.kind == "gather" else 0
     dim, position = value.place(atom)
     first = atom - position
-    outer = math.prod(n // grid.extent(a) for n, a in zip(value.atoms[first:atom], now.atoms[first:atom], strict=True))
+    outer = math.prod(
+        n // grid.extent(a) for n, a in zip(value.atoms[first:atom], now.atoms[first:atom], strict=True)
+    )
     if step.kind == "gather":
         local = graph.call_function(ops.gather, (node, dim, outer, group, size, step.varying))
     else:

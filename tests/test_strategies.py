@@ -33,7 +33,9 @@ def test_a_linear_has_193_strategies_on_three_axes() -> None:
     assert len(found) == len(set(found)) == 193
 
 
-@pytest.mark.parametrize(("sizes", "count"), [((1, 1, 1), 1), ((8, 1, 1), 5), ((4, 2, 1), 29), ((1, 2, 2), 29)])
+@pytest.mark.parametrize(
+    ("sizes", "count"), [((1, 1, 1), 1), ((8, 1, 1), 5), ((4, 2, 1), 29), ((1, 2, 2), 29)]
+)
 def test_axes_of_size_one_hold_nothing(sizes: tuple[int, int, int], count: int) -> None:
     """Four factors or none; both axes: 4 * 4 places and, on one factor, two orders."""
     assert len(strategies(LINEAR, Grid(*sizes))) == count
@@ -86,7 +88,9 @@ def test_a_linear_op_also_passes_partial_sums() -> None:
     half = Strategy((("h", ("y",)),), ("x",))
     assert half in found and str(half) == "h:y +x"
     state = State(((), ("y",)), ("x",))
-    assert needed(spec, half, 0, grad=True) == needed(spec, half, 1, grad=True) == given(spec, half, 0) == state
+    assert (
+        needed(spec, half, 0, grad=True) == needed(spec, half, 1, grad=True) == given(spec, half, 0) == state
+    )
     assert all(not s.through for s in strategies(replace(spec, linear=False), Grid(2, 2, 1)))
     assert all(not s.through for s in strategies(spec, Grid(2, 2, 1), through=False))
 

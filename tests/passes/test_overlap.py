@@ -1,0 +1,292 @@
+"""overlap: the same nodes, the same values, an order that hides communication."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.fx import GraphModule, Node
+from torch.fx.experimental.proxy_tensor import make_fx
+from torch.utils._pytree import tree_leaves
+
+from autopar3d.collectives import _gather, _reduce_scatter
+from autopar3d.factors import Factors
+from autopar3d.grid import Grid
+from autopar3d.hardware import PROFILES, Hardware, Link
+from autopar3d.lockstep import run_lockstep
+from autopar3d.passes.canonicalize import canonicalize
+from autopar3d.passes.differentiate import differentiate
+from autopar3d.passes.overlap import overlap
+from autopar3d.passes.propagate import propagate
+from autopar3d.passes.rewrite import rewrite
+from autopar3d.passes.trace import trace
+from autopar3d.program import text
+from autopar3d.redistribute import State
+from autopar3d.timeline import start_of, timeline
+from autopar3d.timing import is_heavy, is_start, is_view, is_wait
+from tests.models import MODELS
+
+aten = torch.ops.aten
+c10d = torch.ops._c10d_functional
+
+GRID = Grid(2, 2, 2)
+X, Y, Z = (GRID.alias(a) for a in "xyz")
+# A matmul of 8 x 8 x 8 takes some 1 ms, and a collective of as many elements too.
+MACHINE = Hardware("toy", {"": 1e6}, 1e9, Link(1e-4, 5e5), Link(1e-4, 5e5), 1 << 30)
+
+
+def graph_of(function: Callable[..., Any], *shapes: tuple[int, ...]) -> GraphModule:
+    return make_fx(function, tracing_mode="fake")(*(torch.randn(s, dtype=torch.float64) for s in shapes))
+
+
+def steps(module: GraphModule) -> str:
+    """The graph without its inputs and types: `name = op` lines, with operands."""
+    lines = [line.split(" : ")[0].replace("_c10d_functional.", "") for line in text(module).splitlines()]
+    return "\n".join(line for line in lines if "placeholder" not in line)
+
+
+def scheduled(module: GraphModule, memory: float = 1.0, hardware: Hardware = MACHINE) -> GraphModule:
+    return overlap(module, GRID, hardware, memory=memory)
+
+
+# -- small graphs ----------------------------------------------------------------------------------------------------
+
+
+def test_weights_are_gathered_under_the_matmul_before() -> None:
+    def forward(x: Tensor, v: Tensor, w: Tensor) -> Tensor:
+        h = torch.relu(x @ _gather(v, 0, 1, Y, 2))
+        return h @ _gather(w, 1, 1, Y, 2)
+
+    assert steps(scheduled(graph_of(forward, (8, 8), (4, 8), (8, 4)))) == (
+        "%all_gather_into_tensor = all_gather_into_tensor(%v_1, 2, ap3d_y_2x2x2)\n"
+        "%all_gather_into_tensor_1 = all_gather_into_tensor(%w_1, 2, ap3d_y_2x2x2)\n"
+        "%wait_tensor = wait_tensor(%all_gather_into_tensor)\n"
+        "%mm = aten.mm(%x_1, %wait_tensor)\n"
+        "%relu = aten.relu(%mm)\n"
+        "%wait_tensor_1 = wait_tensor(%all_gather_into_tensor_1)\n"
+        "%view = aten.view(%wait_tensor_1, [2, 8, 4])\n"
+        "%permute = aten.permute(%view, [1, 0, 2])\n"
+        "%clone = aten.clone(%permute, memory_format=torch.contiguous_format)\n"
+        "%_unsafe_view = aten._unsafe_view(%clone, [8, 8])\n"
+        "%mm_1 = aten.mm(%relu, %_unsafe_view)\n"
+        "return %mm_1"
+    )
+
+
+def test_gradient_of_the_input_travels_under_the_weights() -> None:
+    def backward(x: Tensor, w: Tensor, grad: Tensor) -> tuple[Tensor, Tensor]:
+        dx = _reduce_scatter(grad @ w, 0, 1, X, 2)
+        dw = _reduce_scatter(x @ grad, 0, 1, Y, 2)
+        return torch.relu(dx) @ w, dw
+
+    assert steps(scheduled(graph_of(backward, (8, 8), (8, 8), (8, 8)))) == ""
+
+
+def test_random_numbers_are_drawn_in_order() -> None:
+    def forward(x: Tensor) -> tuple[Tensor, Tensor]:
+        late = torch.bernoulli(c10d.wait_tensor(c10d.all_reduce(x, "sum", X)), 0.5)
+        early = torch.bernoulli(x + 1, 0.5)
+        return late, early @ x
+
+    found = scheduled(graph_of(forward, (8, 8)))
+    names = [n.args[0].name for n in found.graph.nodes if n.target is aten.bernoulli.p]
+    assert names == ["wait_tensor", "add"]
+
+
+def test_order_that_edges_do_not_tell_is_kept() -> None:
+    def forward(x: Tensor) -> Tensor:
+        y = x + 1
+        z = y * 2
+        y.add_(1)
+        return z @ c10d.wait_tensor(c10d.all_reduce(x, "sum", X)) + y
+
+    module = make_fx(forward, tracing_mode="fake")(torch.randn(8, 8))
+    assert any(n.target is aten.add_.Tensor for n in module.graph.nodes)
+    assert text(scheduled(module)) == text(module)
+
+
+def layers(count: int) -> GraphModule:
+    """A deep stack, forward and backward in one graph, with some 45 nodes a layer."""
+
+    def run(x: Tensor, *weights: Tensor) -> list[Tensor]:
+        saved, grads = [], []
+        for w in weights:
+            saved.append(x)
+            x = torch.relu(_reduce_scatter(x @ _gather(w, 1, 1, Y, 2), 1, 1, X, 2).repeat(1, 2))
+        for w, x_in in zip(reversed(weights), reversed(saved), strict=True):
+            whole = _gather(w, 1, 1, Y, 2)
+            grad = x.repeat(1, 1)
+            x = _reduce_scatter(grad @ whole.t(), 1, 1, X, 2).repeat(1, 2)
+            grads.append(_reduce_scatter(x_in.t() @ grad, 1, 1, Y, 2))
+        return grads
+
+    return graph_of(run, (8, 8), *[(8, 4)] * count)
+
+
+def test_time_is_linear_in_nodes() -> None:
+    module = layers(250)
+    assert len(module.graph.nodes) > 10_000
+    began = time.process_time()
+    found = scheduled(module)
+    assert time.process_time() - began < 5.0  # under 2 on an idle core
+    assert timeline(found, GRID, MACHINE).seconds < timeline(module, GRID, MACHINE).seconds
+
+
+# -- the models ------------------------------------------------------------------------------------------------------
+
+
+@dataclass
+class Emitted:
+    """The graphs of a model, the local inputs of each, and how many results the forward has before what it saves."""
+
+    forward: GraphModule
+    backward: GraphModule
+    inputs: list[list[Any]]
+    results: int
+    loss: int
+
+
+@lru_cache(maxsize=None)
+def emitted(name: str, scheme: str, grid: Grid = GRID) -> Emitted:
+    make_model, make_inputs = MODELS[name]
+    model, (args, kwargs) = make_model(torch.float64), make_inputs(torch.float64)
+    program = canonicalize(trace(model, args, kwargs))
+    factors = Factors(program.graph.graph)
+    decisions = propagate(
+        program,
+        grid,
+        PROFILES["cpu"],
+        factors=factors,
+        result_states=lambda i, shape: [State(((),) * len(shape.atoms))],
+        scheme=scheme,
+    )
+    local = rewrite(program, factors, decisions)
+    named = dict(model.named_parameters()) | dict(model.named_buffers())
+    leaves = tree_leaves((args, kwargs))
+    values = [
+        leaves[a.index]
+        if a.kind == "input"
+        else program.constants[a.node]
+        if a.kind == "constant"
+        else named[a.names[0]].detach()
+        for a in program.arguments
+    ]
+    outputs = program.graph.graph.output_node().args[0]
+    loss = next(i for i, n in enumerate(outputs) if n.meta["val"].dim() == 0)  # type: ignore[union-attr,arg-type]
+    found = differentiate(local, values, [a.requires_grad for a in program.arguments], seeds=[loss])
+    assert found.backward is not None
+    pieces = [
+        [layout.shard(v, grid, r) for r in range(grid.size)]
+        for layout, v in zip(local.arguments, values, strict=True)
+    ]
+    return Emitted(found.forward, found.backward, pieces, found.results, loss)
+
+
+CASES = [("mlp", "3d"), ("gpt", "3d"), ("gpt", "auto"), ("gpt", "zero3")]
+
+
+def pairs(name: str, scheme: str, grid: Grid = GRID) -> list[tuple[GraphModule, GraphModule]]:
+    case = emitted(name, scheme, grid)
+    return [(g, overlap(g, grid, PROFILES["cpu"])) for g in (case.forward, case.backward)]
+
+
+@pytest.mark.parametrize(("name", "scheme"), CASES)
+def test_no_value_changes(name: str, scheme: str) -> None:
+    case = emitted(name, scheme)
+    (forward, new_forward), (backward, new_backward) = pairs(name, scheme)
+    outs = run_lockstep(forward, GRID, case.inputs)
+    new_outs = run_lockstep(new_forward, GRID, case.inputs)
+    assert_same_bits(outs, new_outs)
+    saved = [list(column) for column in zip(*[o[case.results :] for o in outs], strict=True)]
+    seeds = [[torch.ones_like(outs[0][case.loss])] * GRID.size]
+    assert_same_bits(run_lockstep(backward, GRID, saved + seeds), run_lockstep(new_backward, GRID, saved + seeds))
+
+
+def assert_same_bits(expected: list[tuple[Any, ...]], actual: list[tuple[Any, ...]]) -> None:
+    for a, b in zip(expected, actual, strict=True):
+        for x, y in zip(a, b, strict=True):
+            assert torch.equal(x, y)
+
+
+@pytest.mark.parametrize(("name", "scheme"), CASES)
+def test_only_the_order_changes(name: str, scheme: str) -> None:
+    case = emitted(name, scheme)
+    for given in (case.forward, case.backward):
+        before, metas = text(given), [dict(n.meta) for n in given.graph.nodes]
+        found = overlap(given, GRID, PROFILES["cpu"])
+        assert text(given) == before and [dict(n.meta) for n in given.graph.nodes] == metas, "the input was edited"
+        assert sorted(text(found).splitlines()) == sorted(before.splitlines())
+        assert before.splitlines()[-1] == text(found).splitlines()[-1]
+        assert text(overlap(given, GRID, PROFILES["cpu"])) == text(found), "a second run differs"
+        found.graph.lint()
+
+
+@pytest.mark.parametrize(("name", "scheme"), CASES)
+@pytest.mark.parametrize("memory", [0.0, 0.1])
+def test_memory_stays_within_the_bound(name: str, scheme: str, memory: float) -> None:
+    case = emitted(name, scheme)
+    for given in (case.forward, case.backward):
+        found = overlap(given, GRID, PROFILES["cpu"], memory=memory)
+        before, after = (timeline(g, GRID, PROFILES["cpu"]) for g in (given, found))
+        assert after.peak_bytes <= (1 + memory) * before.peak_bytes
+        assert after.seconds <= before.seconds * (1 + 1e-9)
+
+
+@pytest.mark.parametrize("hardware", ["cpu", "h100"])
+@pytest.mark.parametrize("scheme", ["3d", "auto"])
+def test_gpt_hides_its_weights_and_their_gradients(scheme: str, hardware: str) -> None:
+    case = emitted("gpt", scheme)
+    for given in (case.forward, case.backward):
+        found = overlap(given, GRID, PROFILES[hardware])
+        nodes = list(found.graph.nodes)
+        first_heavy = next(n for n in nodes if is_heavy(n))
+        gathers = [n for n in nodes if is_start(n) and of_inputs(n)]
+        covered = {n: is_covered(nodes, n) for n in nodes if is_start(n)}
+        early = [n for n in gathers if not covered[n]]
+        # The first reader of the graph's first gathers is the first heavy op, or something before it.
+        assert all(feeds(n, first_heavy) for n in early), early
+        gradients = [n for n in nodes if is_start(n) and "reduce_scatter" in n.name and to_output(n)]
+        assert [n for n in gradients if not covered[n]] in ([], gradients[-1:])
+        assert scheme == "auto" or len(gathers) > len(early) + 5
+        before, after = (timeline(g, GRID, PROFILES[hardware]) for g in (given, found))
+        assert after.exposed_seconds < before.exposed_seconds
+
+
+def of_inputs(node: Node) -> bool:
+    """Whether a value comes of the graph's inputs through collectives and changes of form only."""
+    if node.op == "placeholder":
+        return True
+    form = is_start(node) or is_view(node) or node.target in (aten.clone.default, aten.reshape.default)
+    return form and bool(node.all_input_nodes) and all(map(of_inputs, node.all_input_nodes))
+
+
+def to_output(node: Node) -> bool:
+    """Whether all that is made of a value is a result of the graph, in another form or further reduced."""
+    if node.op == "output":
+        return True
+    form = is_start(node) or is_view(node) or node.target in (aten.clone.default, aten.reshape.default)
+    return form and bool(node.users) and all(map(to_output, node.users))
+
+
+def is_covered(nodes: list[Node], start: Node) -> bool:
+    """Whether a heavy op stands between a start and its wait."""
+    wait = next(n for n in nodes if is_wait(n) and start_of(n) is start)
+    return any(map(is_heavy, nodes[nodes.index(start) : nodes.index(wait)]))
+
+
+def feeds(start: Node, heavy: Node) -> bool:
+    todo, seen = [start], set()
+    while todo:
+        n = todo.pop()
+        if n is heavy:
+            return True
+        if n not in seen:
+            seen.add(n)
+            todo += n.users
+    return False
