@@ -9,6 +9,7 @@ its readers, so that placements can be compared atom by atom.
 from __future__ import annotations
 
 import math
+import operator
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
@@ -84,7 +85,8 @@ def _spread(sizes: tuple[int, ...], dim: tuple[Factor, ...], grid: Grid) -> list
         while left > 1 or not f.size:
             if not todo or left % todo[0]:
                 return None
-            atom, mine = todo.pop(0), []
+            atom = todo.pop(0)
+            mine: list[str] = []
             while axes and atom % grid.extent([*mine, axes[0]]) == 0:
                 mine.append(axes.pop(0))
             if axes and grid.extent(mine) != atom:
@@ -143,8 +145,7 @@ class _Conflict(Exception):
 
 
 def is_getitem(node: Node) -> bool:
-    import operator
-
+    """One result of an op with several."""
     return node.target is operator.getitem
 
 
@@ -204,7 +205,8 @@ def _infer(
         if node in dims:
             pairs.append((node, spec.outputs[0]))
         else:
-            pairs += [(u, spec.outputs[int(u.args[1])]) for u in node.users if is_getitem(u) and u in dims]
+            items = [u for u in node.users if is_getitem(u) and u in dims]
+            pairs += [(u, spec.outputs[producer(u)[1]]) for u in items]
         bound[node] = pairs
         for value, _ in pairs:
             touching[value].append(node)

@@ -16,6 +16,8 @@ WIDTH = 120
 _SHORT = {"all_gather": "AG", "reduce_scatter": "RS", "all_reduce": "AR", "all_to_all": "A2A"}
 _SHORT_DTYPES = {"float": "f", "bfloat": "bf", "complex": "c", "int": "i", "uint": "u"}
 
+_BYTES = (" B", " kB", " MB", " GB", " TB")
+
 Row = tuple[str, ...]  # the first cell is a module path, or what else the line is about
 
 
@@ -30,25 +32,27 @@ def render(plan: Plan) -> str:
 
 
 def _head(plan: Plan) -> str:
-    x, y, z = plan.grid
-    axes = "  ".join(f"{a}={n}" for a, n in zip("xyz", plan.grid, strict=True))
+    axes = " ".join(f"{a}={n}" for a, n in zip("xyz", plan.grid, strict=True))
     options = [f"{k} {v}" for k, v in (("scheme", plan.scheme), ("regather", plan.regather)) if v]
     if plan.inputs:
         options.append(f"{plan.inputs} inputs")
-    where = f"grid {axes}, {plan.devices} device{'s' if plan.devices > 1 else ''}"
+    where = f"grid {axes}: {plan.devices} device{'s' if plan.devices > 1 else ''}"
     found = "proven minimal" if plan.exact else "not proven minimal"
     lines = [
-        f"Plan {plan.hash[:12]}: " + ", ".join([where, f"hardware {plan.hardware}", *options]),
-        f"Predicted step: {_seconds(plan.seconds)} (compute {_seconds(plan.compute)}, exposed communication "
-        f"{_seconds(sum(plan.exposed.values()))}). The search's cost is {found}.",
+        f"Plan {plan.hash[:12]}  " + ", ".join([where, f"hardware {plan.hardware}", *options]),
+        f"Predicted step {_seconds(plan.seconds)}: compute {_seconds(plan.compute)}, exposed communication "
+        f"{_seconds(sum(plan.exposed.values()))}. Planner's objective {_seconds(plan.cost)}, {found}.",
     ]
-    if x * y * z > 1:
-        lines.append(
-            "Axes over a dim are listed outer first; '-' is whole. Sent: bytes a rank sends per step; AG all-gather, "
-            "RS reduce-\nscatter, AR all-reduce, A2A all-to-all. Roles: a gathers the input, b gathers the weight, "
-            "c reduces the result."
-        )
+    if plan.devices > 1:
+        lines.append(_wrapped(_LEGEND, WIDTH))
     return "\n".join(lines)
+
+
+_LEGEND = (
+    "Layouts name the axes over each dim, outer first; '-' is whole, '+{x}' still a sum over x. Roles: a gathers the "
+    "input, b gathers the weight, c reduces the result. Sent: bytes per rank and step, backward included; AG "
+    "all-gather, RS reduce-scatter, AR all-reduce, A2A all-to-all."
+)
 
 
 def _parameters(plan: Plan) -> str:
@@ -93,7 +97,7 @@ def _op_row(o: OpPlan) -> Row:
 
 
 def _totals(plan: Plan) -> str:
-    memory = [f"{name} {_bytes(n)}" for name, n in plan.memory.items() if not name.startswith("peak") and n]
+    memory = [f"{_MEMORY.get(name, name)} {_bytes(n)}" for name, n in plan.memory.items() if not name.startswith("peak") and n]
     peaks = [f"{name.removeprefix('peak ')} {_bytes(n)}" for name, n in plan.memory.items() if name.startswith("peak")]
     ideal = plan.flops / plan.ideal_flops if plan.ideal_flops else 1.0
     rows: list[Row] = [
@@ -110,6 +114,9 @@ def _totals(plan: Plan) -> str:
         if by_axis:
             rows.append((name, ", ".join(f"{a} {_seconds(s)}" for a, s in by_axis.items())))
     return _table("Per rank and step", ("", ""), rows, wrap=(1,), right=(), fold=False)
+
+
+_MEMORY = {"optimizer": "AdamW", "activations": "saved activations"}
 
 
 def _traffic(plan: Plan) -> str:
@@ -148,7 +155,7 @@ def _notes(plan: Plan) -> str:
     if plan.repeated:
         rows: list[Row] = []
         for r in plan.repeated:
-            where = fold([(m or "(model)",) for m in r.modules])
+            where = _fold([(m or "(model)",) for m in r.modules])
             rows.append((f"{len(r.modules)} {_op_name(r.op)}", r.axes, r.why, ", ".join(w[0] for w in where)))
         lines.append("Computed by every rank along some axes:")
         lines.append(_indent(_table("", ("ops", "axes", "why", "in"), rows, wrap=(3, 2), right=(), fold=False)))
@@ -177,7 +184,10 @@ def _table(
         return ""
     folded = _fold(rows) if fold else list(rows)
     width = WIDTH - 2 if not title else WIDTH
-    columns = [max(len(line) for line in [header[i], *(r[i] for r in folded)]) for i in range(len(header))]
+    columns = [
+        max(len(line) for cell in (header[i], *(r[i] for r in folded)) for line in cell.split("\n"))
+        for i in range(len(header))
+    ]
     spare = width - 2 * (len(header) - 1)
     flexible = list(wrap)
     while sum(columns) > spare:
@@ -202,25 +212,24 @@ def _indent(text: str) -> str:
 def _wrapped(cell: str, width: int) -> str:
     """The cell in lines of at most `width`, broken after a space, comma, slash, dot or bracket where there is one."""
     lines = []
-    while len(cell) > width:
-        breaks = [m.end() for m in re.finditer(r"[ ,./}\])]", cell[:width])]
-        soft = [b for b in breaks if cell[b - 1] == " "]
-        at = next((max(c) for c in (soft, breaks) if c and max(c) > width // 3), width)
-        lines.append(cell[:at].rstrip())
-        cell = cell[at:].lstrip()
-    return "\n".join([*lines, cell])
+    for line in cell.split("\n"):
+        while len(line) > width:
+            breaks = [m.end() for m in re.finditer(r"[ ,./}\])]", line[: width + 1])]
+            soft = [b for b in breaks if line[b - 1] == " "]
+            hard = [b for b in breaks if b <= width]
+            at = next((max(c) for c in (soft, hard) if c and max(c) > width // 3), width)
+            lines.append(line[:at].rstrip())
+            line = line[at:].lstrip()
+        lines.append(line)
+    return "\n".join(lines)
 
 
-def fold(rows: Iterable[Row]) -> list[Row]:
+def _fold(rows: Iterable[Row]) -> list[Row]:
     """One row for rows that differ only in one component of the path in their first cell.
 
     `blocks.0.up`, ..., `blocks.11.up` become `blocks.0-11.up (x12)`; `up.weight` and `up.bias` become
     `up.{weight,bias} (x2)`.
     """
-    return _fold(list(rows))
-
-
-def _fold(rows: Sequence[Row]) -> list[Row]:
     lines = [(tuple(r[0].split(".")), r[1:], 1) for r in rows]
     depth = max((len(path) for path, _, _ in lines), default=0)
     for i in range(depth):
@@ -273,13 +282,18 @@ def _braces(parts: list[str]) -> str:
 
 
 def _sent(sent: Iterable[Sent]) -> str:
-    """"AG x 12.6 MB, RS y 3.1 MB": forward and backward together."""
-    together: dict[tuple[str, str], float] = {}
+    """"AG x 12.6, y 3.10 MB": a line per kind of collective, forward and backward together."""
+    together: dict[str, dict[str, float]] = {}
     for s in sent:
-        together[_SHORT[s.kind], s.axis] = together.get((_SHORT[s.kind], s.axis), 0.0) + s.bytes
-    order = list(_SHORT.values())
-    ordered = sorted(together.items(), key=lambda item: (order.index(item[0][0]), item[0][1]))
-    return ", ".join(f"{kind} {axis} {_bytes(n)}" for (kind, axis), n in ordered) or "-"
+        by_axis = together.setdefault(_SHORT[s.kind], {})
+        by_axis[s.axis] = by_axis.get(s.axis, 0.0) + s.bytes
+    lines = []
+    for kind in _SHORT.values():
+        if kind in together:
+            axes = sorted(together[kind])
+            numbers, unit = _together([together[kind][a] for a in axes])
+            lines.append(f"{kind} " + ", ".join(f"{a} {n}" for a, n in zip(axes, numbers, strict=True)) + unit)
+    return "\n".join(lines) or "-"
 
 
 def _shape(shape: Sequence[int]) -> str:
@@ -296,7 +310,7 @@ def _op_name(name: str) -> str:
 
 
 def _bytes(n: float) -> str:
-    return _scaled(n, (" B", " kB", " MB", " GB", " TB"))
+    return _scaled(n, _BYTES)
 
 
 def _count(n: float) -> str:
@@ -305,10 +319,20 @@ def _count(n: float) -> str:
 
 def _scaled(n: float, units: Sequence[str]) -> str:
     """Three digits and a unit, by thousands."""
-    unit = 0
-    while n >= 999.5 and unit < len(units) - 1:
-        n, unit = n / 1000, unit + 1
-    return f"{n:.{0 if n >= 99.95 or n == int(n) else 1 if n >= 9.995 else 2}f}{units[unit]}"
+    (number,), unit = _together([n], units)
+    return number + unit
+
+
+def _together(numbers: Sequence[float], units: Sequence[str] = _BYTES) -> tuple[list[str], str]:
+    """Several numbers in the unit of the largest."""
+    unit, most = 0, max(numbers)
+    while most >= 999.5 and unit < len(units) - 1:
+        most, unit = most / 1000, unit + 1
+    return [_digits(n / 1000**unit) for n in numbers], units[unit]
+
+
+def _digits(n: float) -> str:
+    return f"{n:.{0 if n >= 99.95 or n == int(n) else 1 if n >= 9.995 else 2}f}"
 
 
 def _seconds(s: float) -> str:
@@ -317,5 +341,4 @@ def _seconds(s: float) -> str:
     for unit, size in ((" s", 1.0), (" ms", 1e-3), (" us", 1e-6)):
         if s >= 0.9995 * size:
             break
-    n = s / size
-    return f"{n:.{0 if n >= 99.95 else 1 if n >= 9.995 else 2}f}{unit}"
+    return _digits(s / size) + unit

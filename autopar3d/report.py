@@ -1,11 +1,401 @@
-"""make_plan (stub while it is being written)."""
+"""Accounting for a step: from what the passes found and emitted to the `Plan` that users read."""
 
 from __future__ import annotations
 
 import hashlib
-from types import SimpleNamespace
-from typing import Any
+import math
+from collections import Counter
+from collections.abc import Iterable, Sequence
+
+from torch import Tensor
+from torch.fx import GraphModule, Node
+from torch.utils._pytree import tree_leaves
+
+from . import timing
+from .factors import is_getitem, producer
+from .layout import Layout
+from .passes.propagate import gradients
+from .passes.rewrite import Movement
+from .plan import OpPlan, OutputPlan, ParameterPlan, Plan, Repeated, Sent
+from .program import module_path, source_line, text
+from .redistribute import State
+from .rules import OpSpec, operands, results
+from .saved import is_view
+from .step import Options, Step
+from .strategies import Strategy, given
+from .timeline import timeline
+
+# What users call the factors of the rules of attention and of convolutions.
+_FACTOR_NAMES = {
+    "attention": {"h": "heads", "g": "group", "s": "queries", "b": "batch"},
+    "norm": {"h": "hidden"},
+    "conv": {"n": "batch", "g": "groups", "i": "in", "o": "out"},
+}
 
 
-def make_plan(step: Any, *_: Any, **__: Any) -> Any:
-    return SimpleNamespace(hash=hashlib.sha256(step.runs.forward.code.encode()).hexdigest())
+def make_plan(
+    step: Step,
+    forward: GraphModule | None = None,
+    backward: GraphModule | None = None,
+    *,
+    options: Options | None = None,
+) -> Plan:
+    """The plan of a step.
+
+    Args:
+        forward, backward: the graphs that run, when they are not `step.runs`' own.
+        options: what the user asked for, to be printed.
+    """
+    return _Accountant(step, forward or step.runs.forward, backward or step.runs.backward).plan(options)
+
+
+class _Accountant:
+    def __init__(self, step: Step, forward: GraphModule, backward: GraphModule | None) -> None:
+        self.step, self.forward, self.backward = step, forward, backward
+        self.program, self.decisions, self.factors = step.program, step.decisions, step.factors
+        self.grid, self.hardware = step.decisions.grid, step.decisions.hardware
+        self.graph = step.program.graph.graph
+        self.nodes: dict[str, Node] = {n.name: n for n in self.graph.nodes}
+        self.grads = gradients(step.program)
+        self.placeholders = [n for n in self.graph.nodes if n.op == "placeholder"]
+        self.parameter_nodes = {self.nodes[a.node] for a in step.program.arguments_of("parameter")}
+        self.roots: dict[Node, Node | None] = {}
+        self.of_op: dict[Node, list[Movement]] = {}
+        self.of_output: dict[str, list[Movement]] = {}
+        self.of_parameter: dict[Node, list[Movement]] = {}
+        for movement in step.local.movements:
+            self._attribute(movement)
+
+    def plan(self, options: Options | None) -> Plan:
+        decisions, grid = self.decisions, self.grid
+        lines = [timeline(g, grid, self.hardware) for g in self._graphs()]
+        memory = self._memory()
+        memory |= {
+            f"peak {name}": line.peak_bytes for name, line in zip(("forward", "backward"), lines, strict=False)
+        }
+        flops = [sum(timing.flops(n) for n in g.graph.nodes if n.op == "call_function") for g in self._graphs()]
+        return Plan(
+            grid=grid.sizes,
+            hardware=self.hardware.name,
+            scheme=options.scheme if options else "",
+            regather=options.regather if options else "",
+            inputs=options.inputs if options else "",
+            strategies={n: str(s) for n, s in decisions.strategies.items()},
+            storage={n: str(self._layout(self.nodes[n], s)) for n, s in decisions.storage.items()},
+            copies={n: str(self._layout(self.nodes[n], s)) for n, s in decisions.copies.items()},
+            parameters=self._parameters(),
+            ops=tuple(self._op(n) for n in self.factors.specs if self._is_listed(n)),
+            outputs=self._outputs(),
+            traffic=_sent(self.step.local.movements),
+            memory=memory,
+            forward_flops=float(flops[0]),
+            backward_flops=float(sum(flops[1:])),
+            ideal_flops=self._all_flops() / grid.size,
+            seconds=sum(t.seconds for t in lines),
+            compute=sum(t.compute for t in lines),
+            communication={a: sum(t.communication.get(a, 0.0) for t in lines) for a in grid.axes},
+            exposed={a: sum(t.exposed.get(a, 0.0) for t in lines) for a in grid.axes},
+            cost=decisions.cost,
+            exact=decisions.exact,
+            whole=dict(decisions.whole),
+            repeated=self._repeated(),
+            without_rule={op: len(nodes) for op, nodes in self.factors.without_rule.items()},
+            hash=self._hash(),
+        )
+
+    def _graphs(self) -> list[GraphModule]:
+        return [self.forward] if self.backward is None else [self.forward, self.backward]
+
+    def _layout(self, value: Node, state: State) -> Layout:
+        shape = self.factors.values.get(value)
+        return Layout.replicated(value.meta["val"].dim()) if shape is None else shape.layout(state, self.grid)
+
+    # -- whose collective is it --------------------------------------------------------------------------------------
+
+    def _attribute(self, movement: Movement) -> None:
+        """Each movement belongs to one op or output; what moves for a parameter is listed there a second time."""
+        value = self.nodes[movement.value]
+        root = self._root(value)
+        if root is not None:
+            self.of_parameter.setdefault(root, []).append(movement)
+        if movement.reader == "output":
+            self.of_output.setdefault(movement.value, []).append(movement)
+            return
+        self.of_op.setdefault(self._owner(movement, value), []).append(movement)
+
+    def _owner(self, movement: Movement, value: Node) -> Node:
+        """The op that a movement serves: the one that left a partial sum, or else the one that reads.
+
+        Views, and linear ops that pass a partial sum on, are looked through when that leads to a heavy op.
+        """
+        specs = self.factors.specs
+        if movement.kind == "inside":
+            return value
+        if movement.kind in ("scatter", "reduce", "regroup"):
+            node, _ = producer(value)
+            while node in specs and not specs[node].flops and movement.axis in self._strategy(node).through:
+                node, _ = producer(operands(node)[0])
+            if node in specs and specs[node].flops:
+                return node
+        reader = self.nodes[movement.reader]
+        node = reader
+        while not specs[node].flops and is_view(node) and len(node.users) == 1:
+            following = next(iter(node.users))
+            if following not in specs:
+                break
+            node = following
+        return node if specs[node].flops else reader
+
+    def _root(self, node: Node) -> Node | None:
+        """The parameter that a value is another form of (a transpose, a cast), if any."""
+        if node not in self.roots:
+            sources = operands(producer(node)[0]) if node.op == "call_function" else []
+            found = node if node in self.parameter_nodes else self._root(sources[0]) if len(sources) == 1 else None
+            self.roots[node] = found
+        return self.roots[node]
+
+    def _strategy(self, node: Node) -> Strategy:
+        return self.decisions.strategies[node.name]
+
+    # -- lines of the plan -------------------------------------------------------------------------------------------
+
+    def _parameters(self) -> tuple[ParameterPlan, ...]:
+        found = []
+        arguments = self.program.arguments
+        for i, (argument, layout) in enumerate(zip(arguments, self.step.argument_layouts, strict=True)):
+            if argument.kind != "parameter":
+                continue
+            node = self.nodes[argument.node]
+            val = node.meta["val"]
+            movements = self.of_parameter.get(node, [])
+            sent = _sent(movements)
+            reduced = {s.axis for s in sent if s.phase == "backward" and s.kind != "all_gather"}
+            found.append(
+                ParameterPlan(
+                    argument.names,
+                    tuple(val.shape),
+                    _dtype(val),
+                    str(layout),
+                    layout.local_shape(val.shape, self.grid),
+                    i in self.step.runs.gradients,
+                    tuple(sorted({s.axis for s in sent if s.kind == "all_gather" and s.phase == "forward"})),
+                    tuple(sorted(reduced)),
+                    sent,
+                )
+            )
+        return tuple(found)
+
+    def _is_listed(self, node: Node) -> bool:
+        spec = self.factors.specs[node]
+        return bool(spec.flops) or any(m.transfers for m in self.of_op.get(node, ()))
+
+    def _op(self, node: Node) -> OpPlan:
+        spec, strategy = self.factors.specs[node], self._strategy(node)
+        value = node
+        if not isinstance(node.meta["val"], Tensor):
+            value = next((u for u in node.users if is_getitem(u)), node)
+        number = producer(value)[1]
+        shape, layout, local = (), "-", ()
+        if value in self.factors.values:
+            shape = tuple(value.meta["val"].shape)
+            placed = self._layout(value, given(spec, strategy, number))
+            layout, local = str(placed), placed.local_shape(shape, self.grid)
+        sent = _sent(self.of_op.get(node, ()))
+        return OpPlan(
+            name=node.name,
+            module=module_path(node),
+            source=source_line(node),
+            op=_op_name(node),
+            shape=shape,
+            layout=layout,
+            local_shape=local,
+            strategy=str(strategy),
+            roles=self._roles(node, spec, strategy),
+            flops=spec.flops / self.grid.extent(strategy.axes),
+            seconds=self._op_seconds(node, spec, strategy) + self._sending_seconds(sent),
+            sent=sent,
+        )
+
+    def _roles(self, node: Node, spec: OpSpec, strategy: Strategy) -> str:
+        """The strategy in words; see `OpPlan.roles`."""
+        parts: dict[str, str] = {}
+        weight = self._weight(node) if spec.flops and "conv" not in _op_name(node) else None
+        out = {f for dims in spec.outputs for f in spec.atoms(dims)}
+        names = next((v for k, v in _FACTOR_NAMES.items() if k in _op_name(node)), {})
+        for f, axes in strategy.assigned:
+            if weight is not None:
+                held = f in spec.atoms(spec.inputs[weight])
+                role = ("a" if f in out else "c") if held else "b"
+                parts[role] = parts.get(role, "") + "".join(axes)
+            else:
+                plain = f.split("/")[0]
+                word = names.get(plain) or names.get(plain.rstrip("0123456789")) or plain
+                parts[word] = parts.get(word, "") + "".join(axes)
+        if weight is not None:
+            shown = [f"{r}={parts[r]}" for r in "abc" if r in parts]
+        else:
+            shown = [f"{word}:{axes}" for word, axes in parts.items()]
+        if strategy.through:
+            shown.append("sum:" + "".join(strategy.through))
+        idle = self._idle(strategy)
+        return " ".join(shown + ([f"repeat:{idle}"] if idle else []))
+
+    def _weight(self, node: Node) -> int | None:
+        """Number of the operand that is a parameter matrix, in whatever form."""
+        found = [i for i, o in enumerate(operands(node)) if self._root(o) is not None and o.meta["val"].dim() > 1]
+        return found[-1] if found else None
+
+    def _idle(self, strategy: Strategy) -> str:
+        used = (*strategy.axes, *strategy.through)
+        return "".join(a for a in self.grid.axes if a not in used)
+
+    def _op_seconds(self, node: Node, spec: OpSpec, strategy: Strategy) -> float:
+        """Roofline of the op on one rank, forward and backward."""
+        axes_of = strategy.axes_of
+        tensors = [*zip((o.meta["val"] for o in operands(node)), spec.inputs, strict=True)]
+        tensors += [(r, d) for r, d in zip(results(node), spec.outputs, strict=False) if r is not None]
+        moved = 0.0
+        for val, dims in tensors:
+            share = self.grid.extent([a for f in spec.atoms(dims) for a in axes_of.get(f, ())])
+            moved += val.numel() * val.dtype.itemsize / share
+        rate = self.hardware.rate(tensors[-1][0].dtype)
+        work = spec.flops / self.grid.extent(strategy.axes) / rate
+        return (1.0 + self._backward_share(node, spec)) * max(work, moved / self.hardware.memory)
+
+    def _sending_seconds(self, sent: Iterable[Sent]) -> float:
+        total = 0.0
+        for s in sent:
+            link = self.hardware.link(s.axis, self.grid)
+            total += s.calls * link.latency + s.bytes / link.bandwidth
+        return total
+
+    def _backward_share(self, node: Node, spec: OpSpec) -> float:
+        """How many times the forward's FLOPs the backward has."""
+        if node not in self.grads:
+            return 0.0
+        if "attention" in _op_name(node):  # five products for two: the scores are computed again
+            d, e = (operands(node)[i].meta["val"].shape[-1] for i in (0, 2))
+            return float(3 * d + 2 * e) / float(d + e)
+        return float(sum(o in self.grads for i, o in enumerate(operands(node)) if i not in spec.addends))
+
+    def _all_flops(self) -> float:
+        """FLOPs of the whole step, all ranks together, when no work is done twice."""
+        specs = self.factors.specs.items()
+        return sum(s.flops * (1.0 + self._backward_share(n, s)) for n, s in specs if s.flops)
+
+    def _outputs(self) -> tuple[OutputPlan, ...]:
+        found = []
+        present = [r for r in self.program.results if r.node is not None]
+        counted: set[str] = set()  # a value that leaves twice is moved once
+        for result, mode, layout in zip(present, self.step.outputs, self.step.local.results, strict=True):
+            assert result.node is not None
+            movements = [] if result.node in counted else self.of_output.get(result.node, [])
+            counted.add(result.node)
+            shape = tuple(self.nodes[result.node].meta["val"].shape)
+            found.append(OutputPlan(result.name, mode, shape, str(layout), _sent(movements)))
+        return tuple(found)
+
+    def _repeated(self) -> tuple[Repeated, ...]:
+        found: dict[tuple[str, str, str], list[str]] = {}
+        for node, spec in self.factors.specs.items():
+            axes = self._idle(self._strategy(node))
+            if axes and not is_view(node):
+                key = (_op_name(node), axes, self._why_repeated(node, spec, axes))
+                found.setdefault(key, []).append(module_path(node))
+        return tuple(Repeated(*key, tuple(modules)) for key, modules in found.items())
+
+    def _why_repeated(self, node: Node, spec: OpSpec, axes: str) -> str:
+        if str(node.target) in self.factors.without_rule:
+            return "no rule"
+        free = [n for f, n in spec.sizes.items() if f not in spec.whole]
+        if not spec.sizes:
+            return "a single number"
+        if not free:
+            return "its dims must stay whole"
+        if all(n % self.grid.axis_size(a) for n in free for a in axes):
+            return f"no free dim of {free} divides"
+        if node not in self.grads:
+            return "without a gradient: no rank has to ask another"
+        return "small, or cheaper than moving it"
+
+    # -- totals --------------------------------------------------------------------------------------------------------
+
+    def _memory(self) -> dict[str, int]:
+        sizes: Counter[str] = Counter()
+        for i, (argument, layout) in enumerate(
+            zip(self.program.arguments, self.step.argument_layouts, strict=True)
+        ):
+            val = self.nodes[argument.node].meta["val"]
+            size = math.prod(layout.local_shape(val.shape, self.grid)) * val.dtype.itemsize
+            if argument.kind == "parameter":
+                sizes["parameters"] += size
+                if i in self.step.runs.gradients:
+                    sizes["gradients"] += size
+                    sizes["optimizer"] += 2 * size
+            else:
+                sizes["inputs" if argument.kind == "input" else "buffers"] += size
+        for node, layout in zip(self._output_nodes(), self.step.local.results, strict=True):
+            val = node.meta["val"]
+            sizes["outputs"] += math.prod(layout.local_shape(val.shape, self.grid)) * val.dtype.itemsize
+        sizes["activations"] = saved_bytes(self.forward, self.step.runs.results)
+        order = ("parameters", "gradients", "optimizer", "buffers", "activations", "inputs", "outputs")
+        return {name: sizes[name] for name in order}
+
+    def _output_nodes(self) -> Sequence[Node]:
+        return [self.nodes[r.node] for r in self.program.results if r.node is not None]
+
+    def _hash(self) -> str:
+        """Of everything that must be the same on every rank."""
+        d = self.decisions
+        parts = [
+            str((self.grid.sizes, self.grid.ranks)),
+            *(f"{n} {s}" for n, s in sorted(d.strategies.items())),
+            *(f"{n} {tuple(s)}" for table in (d.storage, d.copies) for n, s in sorted(table.items())),
+            *(f"{a.node} {a.kind} {a.names} {lay}" for a, lay in zip(self.program.arguments, self.step.argument_layouts)),
+            *(f"{r.kind} {r.name} {r.node}" for r in self.program.results),
+            *map(str, self.step.local.results),
+            *(graph_text(g) for g in self._graphs()),
+        ]
+        return hashlib.sha256("\n".join(parts).encode()).hexdigest()
+
+
+def graph_text(module: GraphModule) -> str:
+    """What two graphs that do the same have in common: every node with its arguments, dtype and local shape."""
+    return text(module)
+
+
+def saved_bytes(forward: GraphModule, results: int) -> int:
+    """Bytes of the distinct storages that a forward graph keeps for backward, other than its arguments'."""
+    arguments = {_storage(n.meta["val"]) for n in forward.graph.nodes if n.op == "placeholder"}
+    kept: dict[int, int] = {}
+    for node in forward.graph.output_node().args[0][results:]:  # type: ignore[index]
+        assert isinstance(node, Node)
+        for val in tree_leaves(node.meta["val"]):
+            if isinstance(val, Tensor) and _storage(val) not in arguments:
+                kept[_storage(val)] = val.untyped_storage().nbytes()
+    return sum(kept.values())
+
+
+def _storage(val: Tensor) -> int:
+    return val.untyped_storage()._cdata
+
+
+def _sent(movements: Iterable[Movement]) -> tuple[Sent, ...]:
+    """The transfers of some movements, together, by axis, kind and phase."""
+    total: dict[tuple[str, str, str], float] = {}
+    calls: Counter[tuple[str, str, str]] = Counter()
+    for m in movements:
+        for t in m.transfers:
+            key = (t.axis, t.kind, t.phase)
+            total[key] = total.get(key, 0.0) + t.elements * m.dtype.itemsize
+            calls[key] += 1
+    return tuple(Sent(*key, total[key], calls[key]) for key in sorted(total))
+
+
+def _dtype(val: Tensor) -> str:
+    return str(val.dtype).removeprefix("torch.")
+
+
+def _op_name(node: Node) -> str:
+    packet = getattr(node.target, "overloadpacket", node.target)
+    return str(getattr(packet, "__name__", packet)).removeprefix("aten.")

@@ -9,7 +9,9 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensorMode  # fake values on the real device type: no public name yet
+from torch._subclasses.fake_tensor import (
+    FakeTensorMode,  # fake values on the real device type: no public name yet
+)
 
 from .errors import InputError
 from .passes.canonicalize import canonicalize
@@ -33,14 +35,16 @@ class Skeleton:
             for tensor in (*model.parameters(), *model.buffers()):
                 place = device if tensor.is_meta else tensor.device
                 fake: Tensor = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=place)
-                memo[id(tensor)] = nn.Parameter(fake, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else fake
+                memo[id(tensor)] = (
+                    nn.Parameter(fake, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else fake
+                )
         self.model: nn.Module = copy.deepcopy(model, memo)
         for module in self.model.modules():
             # Hooks belong to the user's model and its tensors.
             module._forward_hooks.clear()
             module._forward_pre_hooks.clear()
         if loss_fn is not None:
-            self.model.forward = _with_loss(self.model.forward, loss_fn)  # type: ignore[method-assign]
+            self.model.forward = _with_loss(self.model.forward, loss_fn)
 
     def modes(self) -> dict[str, bool]:
         """train/eval flag by module path."""

@@ -78,7 +78,7 @@ class Problem:
             self._improve(choice)
         return Solution(choice, self.value(choice), exact)
 
-    # -- folding -------------------------------------------------------------------------------------------------
+    # -- folding ------------------------------------------------------------------------------------
 
     def _remove(self, v: Any) -> None:
         for u in self.edges.pop(v):

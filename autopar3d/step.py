@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
-
 from .errors import PlanError
 from .factors import Factors, ValueShape
 from .grid import Grid

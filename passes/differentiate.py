@@ -10,6 +10,7 @@ compiler fuses them.)
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -19,9 +20,6 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx import Graph, GraphModule, Interpreter, Node
 from torch.fx.experimental.proxy_tensor import get_proxy_mode, make_fx
-
-
-from autopar3d.saved import use_stand_ins
 
 from .rewrite import LocalProgram
 
@@ -130,9 +128,7 @@ class _Joint:
                 outs = Interpreter(self.local.graph).run(*inputs)
             tangents = [torch.empty_like(o, requires_grad=False) for o in outs]
             # Tracing twice is cheap beside what it saves: the tangents' shapes are known before the trace.
-            self.graph = make_fx(lambda i, t: self._run(i, t))(
-                inputs, tangents
-            ).graph  # fx counts a method's self
+            self.graph = make_fx(lambda i, t: self._run(i, t))(inputs, tangents).graph  # fx counts a method's self
 
     def _run(self, inputs: list[Tensor], tangents: list[Tensor]) -> Any:
         with torch.enable_grad():
@@ -165,7 +161,7 @@ class _Cut:
         self.placeholders = [n for n in self.nodes if n.op == "placeholder"]
         arguments = len(joint.values)
         self.arguments, self.tangent_nodes = self.placeholders[:arguments], self.placeholders[arguments:]
-        flat = list(self.nodes[-1].args[0])  # type: ignore[arg-type]
+        flat: list[Any] = list(self.nodes[-1].args[0])
         self.outs, self.grads = flat[: joint.results], flat[joint.results :]
         self.is_forward = {n: i < joint.boundary for i, n in enumerate(self.nodes)}
         self.repeatable: set[Node] = set()
@@ -177,9 +173,7 @@ class _Cut:
             dropping = False
             for node in self.nodes[start:end]:
                 node.meta.update({k: origin.meta[k] for k in _KEPT if k in origin.meta})
-                dropping |= node.target is c10d.all_gather_into_tensor.default and origin.meta.get(
-                    "regather", False
-                )
+                dropping |= node.target is c10d.all_gather_into_tensor.default and origin.meta.get("regather", False)
                 if dropping or _is_free(node):
                     self.repeatable.add(node)
         marks = self.joint.backward_marks
@@ -303,10 +297,8 @@ _VIEWS = {
 
 def _is_free(node: Node) -> bool:
     """Ops that cost nothing to repeat, so that their source is saved instead."""
-    import operator
-
     if node.target is operator.getitem:
-        return node.args[0].target in _VIEWS  # type: ignore[union-attr]
+        return _is_free(node.all_input_nodes[0])
     return node.target in _VIEWS or node.target is torch.ops.autopar3d.axis_index.default
 
 
@@ -322,7 +314,7 @@ def _finish(graph: Graph) -> GraphModule:
                 node.replace_all_uses_with(first)
                 graph.erase_node(node)
         elif node.target in (aten.detach.default, aten.alias.default):
-            node.replace_all_uses_with(node.args[0])  # type: ignore[arg-type]
+            node.replace_all_uses_with(node.all_input_nodes[0])
             graph.erase_node(node)
     for node in graph.nodes:
         kept = ("val", "tensor_meta", *_KEPT)

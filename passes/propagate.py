@@ -17,10 +17,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cache
 from typing import Any
 
 import numpy as np
+import torch
 from torch import Tensor
 from torch.fx import Node
 from torch.fx.node import map_arg
@@ -72,9 +73,7 @@ def propagate(
     for name, value, known in (("scheme", scheme, SCHEMES), ("regather", regather, REGATHER)):
         if value not in known:
             raise PlanError(f"{name}={value!r} is not known; choose one of {', '.join(known)}")
-    return _Planner(
-        program, grid, hardware, factors, scheme, regather, result_states, dict(pinned or {})
-    ).run()
+    return _Planner(program, grid, hardware, factors, scheme, regather, result_states, dict(pinned or {})).run()
 
 
 @dataclass(frozen=True)
@@ -96,16 +95,12 @@ def gradients(program: Program) -> set[Node]:
         else:
             reached = any(n in found for n in node.all_input_nodes) and not _detaches(node)
         values = val if isinstance(val, (tuple, list)) else [val]
-        if reached and any(
-            isinstance(v, Tensor) and (v.is_floating_point() or v.is_complex()) for v in values
-        ):
+        if reached and any(isinstance(v, Tensor) and (v.is_floating_point() or v.is_complex()) for v in values):
             found.add(node)
     return found
 
 
 def _detaches(node: Node) -> bool:
-    import torch
-
     return node.target is torch.ops.aten.detach.default
 
 
@@ -185,9 +180,7 @@ class _Planner:
         self.regathered = regathered(program, self.grads, self.slots)
         self.problem = Problem()
         self.options: dict[Any, list[Any]] = {}  # vertex -> its states
-        self.known: dict[
-            Any, tuple[list[Strategy], np.ndarray]
-        ] = {}  # kind of op -> strategies and their seconds
+        self.known: dict[Any, tuple[list[Strategy], np.ndarray]] = {}  # kind of op -> strategies and their seconds
         self.partial: dict[Node, bool] = {}
 
     def run(self) -> Decisions:
@@ -212,11 +205,11 @@ class _Planner:
             return argument.kind == "parameter" and node in self.slots
         return node in self.grads or any(self._planned_value(o) for o in operands(node))
 
-    @lru_cache(maxsize=None)  # noqa: B019  (lives as long as one planning)
+    @cache  # noqa: B019  (lives as long as one planning)
     def _planned_value(self, value: Node) -> bool:
         return self._planned(producer(value)[0])
 
-    # -- vertices ------------------------------------------------------------------------------------------------
+    # -- vertices -----------------------------------------------------------------------------------
 
     def _op(self, node: Node) -> None:
         spec = self.factors.specs[node]
@@ -329,9 +322,7 @@ class _Planner:
         vertex = ("op", slot.reader)
         return vertex, [needed(spec, s, slot.operand, grad=grad) for s in self.options[vertex]]
 
-    def _edge(
-        self, u: Any, sources: list[State], v: Any, targets: list[State], value: Node, slots: list[Slot]
-    ) -> None:
+    def _edge(self, u: Any, sources: list[State], v: Any, targets: list[State], value: Node, slots: list[Slot]) -> None:
         shape = self.factors.values[value]
         table = price_table(len(shape.atoms), self.grid, self.hardware)
         from_u = np.array([table.index[s] for s in sources])
@@ -348,7 +339,7 @@ class _Planner:
         )
         self.problem.edge(u, v, prices[np.ix_(at_left, at_right)])
 
-    # -- compute -------------------------------------------------------------------------------------------------
+    # -- compute ------------------------------------------------------------------------------------
 
     def _seconds(self, node: Node, spec: OpSpec, strategy: Strategy) -> float:
         """Roofline time of the op on one rank, forward and backward, and of the collectives inside its lowering."""
@@ -356,7 +347,7 @@ class _Planner:
         backward = 2.0 if node in self.grads else 0.0
         axes_of = strategy.axes_of
         moved = 0.0
-        dtype = None
+        dtype: torch.dtype | None = None
         tensors = [(self.factors.values[o], d) for o, d in zip(operands(node), spec.inputs, strict=True)]
         vals = node.meta["val"] if isinstance(node.meta["val"], (tuple, list)) else [node.meta["val"]]
         outs = [(v, d) for v, d in zip(vals, spec.outputs, strict=False) if isinstance(v, Tensor)]
@@ -374,12 +365,12 @@ class _Planner:
             local = LocalOp(node, spec, axes_of, grid)
             for e in spec.exchange(local):
                 link = hardware.link(e.axis, grid)
-                if e.phase == "forward" or node in self.grads:
-                    size = sent(e.kind, grid.axis_size(e.axis), e.elements) * dtype.itemsize
-                    seconds += link.latency + size / link.bandwidth
+                if e.phase == "forward" or operands(node)[0] in self.grads:
+                    moved_bytes = sent(e.kind, grid.axis_size(e.axis), e.elements) * (e.dtype or dtype).itemsize
+                    seconds += link.latency + moved_bytes / link.bandwidth
         return seconds + _TIE * moved
 
-    # -- after solving ---------------------------------------------------------------------------------------------
+    # -- after solving ------------------------------------------------------------------------------
 
     def _decisions(self, picked: dict[Any, Any], cost: float, exact: bool) -> Decisions:
         chosen: dict[str, Strategy] = {}
@@ -408,9 +399,7 @@ class _Planner:
             self._kept_whole(storage),
         )
 
-    def _set_aside(
-        self, chosen: dict[str, Strategy], storage: dict[str, State], results: list[State | None]
-    ) -> None:
+    def _set_aside(self, chosen: dict[str, Strategy], storage: dict[str, State], results: list[State | None]) -> None:
         """Strategies for what depends on no parameter: sharded where all readers want the same shard, else whole."""
         for node in reversed(self.graph.nodes):
             if node.op == "output" or is_getitem(node):
@@ -439,9 +428,7 @@ class _Planner:
         for slot in self.slots[node]:
             if slot.reader is None:
                 return None
-            state = needed(
-                self.factors.specs[slot.reader], chosen[slot.reader.name], slot.operand, grad=False
-            )
+            state = needed(self.factors.specs[slot.reader], chosen[slot.reader.name], slot.operand, grad=False)
             wants.add(state)
         if len(wants) != 1:
             return None

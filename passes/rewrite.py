@@ -62,10 +62,8 @@ class LocalProgram:
     movements: tuple[Movement, ...]
 
 
-def rewrite(
-    program: Program, factors: Factors, decisions: Decisions, *, regather: str = "all"
-) -> LocalProgram:
-    """Carry out the decisions. `regather` says which gathered copies are dropped after forward (for `movements`)."""
+def rewrite(program: Program, factors: Factors, decisions: Decisions, *, regather: str = "all") -> LocalProgram:
+    """Carry out the decisions. `regather` says which gathered copies are dropped after forward."""
     return _Rewriter(program, factors, decisions, regather).run()
 
 
@@ -94,14 +92,10 @@ class _Rewriter:
         self.graph.output(tuple(results))
         self.graph.lint()
         arguments = tuple(
-            self._layout(n, self.decisions.storage[n.name])
-            for n in self.source.nodes
-            if n.op == "placeholder"
+            self._layout(n, self.decisions.storage[n.name]) for n in self.source.nodes if n.op == "placeholder"
         )
         module = GraphModule(torch.nn.Module(), self.graph)
-        return LocalProgram(
-            module, arguments, tuple(layouts), tuple(map(self._final, range(len(self.movements))))
-        )
+        return LocalProgram(module, arguments, tuple(layouts), tuple(map(self._final, range(len(self.movements)))))
 
     def _final(self, number: int) -> Movement:
         """The movement without the regather of a copy that no backward needs."""
@@ -137,15 +131,14 @@ class _Rewriter:
         order = iter(range(len(local_operands)))
         args, kwargs = map_arg(
             (node.args, dict(node.kwargs)),
-            lambda n: (
-                local_operands[next(order)] if isinstance(n.meta.get("val"), torch.Tensor) else self.ops[n]
-            ),
+            lambda n: local_operands[next(order)] if isinstance(n.meta.get("val"), torch.Tensor) else self.ops[n],
         )
         op = LocalOp(node, spec, strategy.axes_of, self.grid, args, kwargs)
         if spec.exchange is not None:
             self._inside(node, spec.exchange(op))
-        target, args, kwargs = spec.lower(op) if spec.lower else (node.target, args, kwargs)
-        local = self.graph.call_function(target, tuple(args), dict(kwargs), name=node.name)
+        call: Any
+        call, args, kwargs = spec.lower(op) if spec.lower else (node.target, args, kwargs)
+        local = self.graph.call_function(call, tuple(args), dict(kwargs), name=node.name)
         local.meta = self._meta(node)
         self.ops[node] = local
         if isinstance(node.meta["val"], torch.Tensor):
@@ -160,18 +153,17 @@ class _Rewriter:
     def _inside(self, node: Node, exchanges: list[Exchange]) -> None:
         dtype = next(r.dtype for r in results(node) if r is not None)
         for e in exchanges:
-            if e.phase == "forward" or node in self.grads:
+            if e.phase == "forward" or operands(node)[0] in self.grads:
                 elements = sent(e.kind, self.grid.axis_size(e.axis), e.elements)
                 moved = Transfer(e.kind, e.axis, elements, "forward" if e.phase == "forward" else "backward")
-                self.movements.append(
-                    Movement(node.name, module_path(node), "inside", e.axis, node.name, (moved,), e.dtype or dtype)
-                )
+                path, travels = module_path(node), e.dtype or dtype
+                self.movements.append(Movement(node.name, path, "inside", e.axis, node.name, (moved,), travels))
 
     @staticmethod
     def _meta(node: Node) -> dict[str, Any]:
         return {k: node.meta[k] for k in ("stack_trace", "nn_module_stack") if k in node.meta}
 
-    # -- moving values ---------------------------------------------------------------------------------------------
+    # -- moving values ------------------------------------------------------------------------------
 
     def _read(self, value: Node, target: State, slot: Slot) -> Node:
         start = self.home[value]
@@ -220,9 +212,7 @@ class _Rewriter:
             function, args = mask, (group, step.varying)
         else:
             function, args = {"fork": fork, "unfork": unfork}[step.kind], (group,)
-        node = self.graph.call_function(
-            function, (local, *args), name=f"{value.name}_{step.kind}_{step.axis}"
-        )
+        node = self.graph.call_function(function, (local, *args), name=f"{value.name}_{step.kind}_{step.axis}")
         # Finishing a sum belongs to the op that left it; what else is moved, to the op that wants it so.
         finishing = step.kind in ("scatter", "reduce") and value.op != "placeholder"
         origin = value if reader is None or finishing else reader
@@ -237,9 +227,7 @@ class _Rewriter:
         )
         self.numbers[node] = len(self.movements)
         name = reader.name if reader else "output"
-        self.movements.append(
-            Movement(value.name, module_path(origin), step.kind, step.axis, name, kept, shape.dtype)
-        )
+        self.movements.append(Movement(value.name, module_path(origin), step.kind, step.axis, name, kept, shape.dtype))
         return node
 
     def _where(self, shape: ValueShape, state: State, atom: int) -> tuple[int, int]:

@@ -12,6 +12,7 @@ Factors after `|` stay whole: `"... h, h? -> ... h | h"`.
 
 from __future__ import annotations
 
+import functools
 import math
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -73,7 +74,7 @@ class OpSpec:
 class Exchange:
     """A collective that a lowering performs itself: elements put in per rank, and when (`forward` or `backward`).
 
-    `dtype` is what travels, where it is not that of the op's first result.
+    Backward ones happen when the op's first operand has a gradient. `dtype` is what travels, where it is not that of the op's first result.
     """
 
     kind: str
@@ -154,7 +155,7 @@ class Registry(dict[Any, OpRule]):
         """Add a one-line rule for some ops (those that this torch does not have are passed over)."""
         parsed = parse_rule(text)
         for op in ops:
-            self[op] = OpRule(lambda node, p=parsed: apply_text(p, node, **how), text)
+            self[op] = OpRule(functools.partial(_apply, parsed, how), text)
 
     def builder(self, *ops: Any) -> Callable[[Callable[[Node], OpSpec]], Callable[[Node], OpSpec]]:
         """Decorator: the function makes the OpSpec of a node, for ops whose factors depend on shapes or arguments."""
@@ -243,9 +244,7 @@ def whole_spec(node: Node) -> OpSpec:
         return tuple((n,) for n in names)
 
     inputs = tuple(dims(o.meta["val"], f"i{k}_") for k, o in enumerate(operands(node)))
-    outputs = tuple(
-        dims(r if isinstance(r, torch.Tensor) else None, f"o{k}_") for k, r in enumerate(results(node))
-    )
+    outputs = tuple(dims(r if isinstance(r, torch.Tensor) else None, f"o{k}_") for k, r in enumerate(results(node)))
     return OpSpec(sizes, inputs, outputs, whole=frozenset(sizes))
 
 
@@ -301,6 +300,10 @@ def tensor_arguments(node: Node) -> Iterator[tuple[str, Any]]:
     for arg in node.target._schema.arguments:  # type: ignore[union-attr]
         if "Tensor" in str(arg.type):
             yield arg.name, argument(node, arg.name)
+
+
+def _apply(rule: ParsedRule, how: dict[str, Any], node: Node) -> OpSpec:
+    return apply_text(rule, node, **how)
 
 
 def apply_text(
@@ -380,7 +383,9 @@ def refine(spec: OpSpec, cuts: Mapping[str, tuple[int, ...]]) -> OpSpec:
     def fine_set(factors: frozenset[str]) -> frozenset[str]:
         return frozenset(g for f in factors for g in names.get(f, (f,)))
 
-    sizes = {g: n for f, size in spec.sizes.items() for g, n in zip(names.get(f, (f,)), cuts.get(f, (size,)), strict=True)}
+    sizes = {
+        g: n for f, size in spec.sizes.items() for g, n in zip(names.get(f, (f,)), cuts.get(f, (size,)), strict=True)
+    }
     return replace(
         spec,
         sizes=sizes,

@@ -60,7 +60,10 @@ def matmul(node: Node) -> OpSpec:
         return (*names, *tail)
 
     inputs = (dims(a, tail_a), dims(b, tail_b))
-    output = (*((f"b{batch - 1 - i}",) if f"b{batch - 1 - i}" in sizes else () for i in range(batch)), *tail_out)
+    output = (
+        *((f"b{batch - 1 - i}",) if f"b{batch - 1 - i}" in sizes else () for i in range(batch)),
+        *tail_out,
+    )
     return OpSpec(sizes, inputs, (output,), flops=2.0 * math.prod(sizes.values()))
 
 

@@ -57,9 +57,7 @@ _MORE = (
 def broadcast_dims(tensor: torch.Tensor, out: torch.Tensor) -> Dims:
     """Factors of an operand that broadcasts to `out`, whose dim i is factor `d{i}`."""
     lead = out.dim() - tensor.dim()
-    return tuple(
-        () if int(n) == 1 else (f"d{lead + i}",) for i, n in enumerate(tensor.shape)
-    )
+    return tuple(() if int(n) == 1 else (f"d{lead + i}",) for i, n in enumerate(tensor.shape))
 
 
 def pointwise(node: Node) -> OpSpec:
