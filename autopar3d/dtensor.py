@@ -1,12 +1,12 @@
 """Layouts as DTensor placements, and back.
 
-A DTensor shards along its mesh's dims from left to right. A layout's axes may come in any order: an axis that lies
-*inside* one which the mesh lists later becomes a `_StridedShard`, whose `split_factor` is the number of pieces that
-those later, outer axes will make. So `k:(z, x)` on a mesh (x, y, z) is x: `_StridedShard(k, split_factor=size of z)`,
-z: `Shard(k)`.
+A DTensor shards along its mesh's dims from left to right. A layout's axes may come in any order: an axis that
+lies *inside* one which the mesh lists later becomes a `_StridedShard`, whose `split_factor` is the number of
+pieces that those later, outer axes will make. So `k:(z, x)` on a mesh (x, y, z) is x: `_StridedShard(k,
+split_factor=size of z)`, z: `Shard(k)`.
 
-Not every layout survives: `is_exact` says which ones `full_tensor` and `torch.distributed.checkpoint` treat right, and
-tests/test_dtensor.py proves it on real ranks.
+Not every layout survives: `is_exact` says which ones `full_tensor` and `torch.distributed.checkpoint` treat
+right, and tests/test_dtensor.py proves it on real ranks.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ import torch
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
 
-# Private, and the only placement that says "inside an axis which the mesh lists later": FSDP2 with tensor parallelism
-# makes its parameters from it, so DTensor and DCP know it well. Nothing else in this library imports it.
+# Private, and the only placement that says "inside an axis which the mesh lists later". FSDP2 with tensor
+# parallelism makes its parameters from it, so DTensor and DCP know it well. Nothing else here imports it.
 from torch.distributed.tensor.placement_types import _StridedShard
 
 from .errors import LayoutError
@@ -35,7 +35,7 @@ def placements(layout: Layout, grid: Grid) -> tuple[Placement, ...]:
     """
     if not layout.is_plain:
         raise LayoutError(
-            f"layout {layout} shards a part of a dim; DTensor cannot say that exactly, so store it as plain shards"
+            f"layout {layout} shards a part of a dim, which no DTensor says exactly; store it as plain shards"
         )
     found: dict[str, Placement] = {a: Partial("sum") for a in layout.partial}
     for d, (factor,) in enumerate(layout.dims):
@@ -50,13 +50,11 @@ def from_placements(places: Sequence[Placement], grid: Grid, ndim: int) -> Layou
     """The layout that a DTensor of `ndim` dims on the grid's mesh has; inverse of `placements`.
 
     Raises:
-        LayoutError: a placement that no layout says: another reduction than a sum, or a stride that is not the number
-            of pieces of some axes.
+        LayoutError: a placement that no layout says: another reduction than a sum, or a stride that is not the
+            number of pieces of some axes.
     """
     if len(places) != len(AXES):
-        raise LayoutError(
-            f"{len(places)} placements {tuple(places)}; a grid has three axes, so it takes three"
-        )
+        raise LayoutError(f"{len(places)} placements {tuple(places)}; a grid has three axes, so it takes three")
     dims: list[list[str]] = [[] for _ in range(ndim)]
     partial = []
     # From right to left each axis goes inside the outer ones that its stride counts.
@@ -68,22 +66,18 @@ def from_placements(places: Sequence[Placement], grid: Grid, ndim: int) -> Layou
             pieces = int(place.split_factor) if isinstance(place, _StridedShard) else 1
             at = next((i for i in range(len(held) + 1) if grid.extent(held[:i]) == pieces), None)
             if at is None:
-                raise LayoutError(
-                    f"placements {tuple(places)} on grid {grid}: no layout has a stride of {pieces}"
-                )
+                raise LayoutError(f"placements {tuple(places)} on grid {grid}: no layout has a stride of {pieces}")
             held.insert(at, axis)
         elif not isinstance(place, Replicate):
-            raise LayoutError(
-                f"placement {place} of axis {axis} has no layout; use Shard, Replicate or Partial('sum')"
-            )
+            raise LayoutError(f"placement {place} of axis {axis} has no layout; use Shard, Replicate or Partial('sum')")
     return Layout(tuple((Factor(0, tuple(d)),) for d in dims), frozenset(partial))
 
 
 def is_exact(layout: Layout, shape: Sequence[int], grid: Grid) -> bool:
     """Whether a DTensor carries this layout exactly: `full_tensor`, and saving and loading with DCP.
 
-    It does when no dim is packed, nothing is a partial sum, and every dim that its axes do not divide lists them in
-    mesh order. (torch 2.13 places uneven pieces of other orders, and all packed ones, wrongly or refuses to save them.)
+    It does when no dim is packed, nothing is a partial sum, and every dim that its axes do not divide lists them
+    in mesh order. (torch 2.13 misplaces, or refuses to save, packed dims and some uneven ones of other orders.)
     """
     if layout.partial or not layout.is_plain:
         return False
@@ -94,26 +88,22 @@ def is_exact(layout: Layout, shape: Sequence[int], grid: Grid) -> bool:
     return True
 
 
-def to_dtensor(
-    local: torch.Tensor, layout: Layout, shape: Sequence[int], grid: Grid, mesh: DeviceMesh
-) -> DTensor:
+def to_dtensor(local: torch.Tensor, layout: Layout, shape: Sequence[int], grid: Grid, mesh: DeviceMesh) -> DTensor:
     """The DTensor of global `shape` whose piece on this rank is `local` (its pads, if any, are cut off).
 
-    No data moves and nothing is checked across ranks. The result shares memory with an unpadded `local`, and is
-    differentiable.
+    No data moves and nothing is checked across ranks. The result shares memory with an unpadded `local`, and
+    is differentiable.
     """
     for d, n in enumerate(layout.valid_shape(shape, grid, _position(mesh, grid))):
         if local.shape[d] != n:
             local = local.narrow(d, 0, n)
     size = torch.Size(shape)
     stride = tuple(math.prod(size[d + 1 :]) for d in range(len(size)))
-    return DTensor.from_local(
-        local, mesh, placements(layout, grid), run_check=False, shape=size, stride=stride
-    )
+    return DTensor.from_local(local, mesh, placements(layout, grid), run_check=False, shape=size, stride=stride)
 
 
 def to_local(tensor: DTensor, layout: Layout, grid: Grid) -> torch.Tensor:
-    """This rank's buffer, padded as `Layout.local_shape` says; shares memory where there is nothing to pad."""
+    """This rank's buffer, padded as `Layout.local_shape` says; the same memory where nothing is padded."""
     local = tensor.to_local()
     target = layout.local_shape(tensor.shape, grid)
     if tuple(local.shape) == target:

@@ -6,7 +6,7 @@ differs is only how a tensor enters (its shard, or a list of all shards) and how
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -16,28 +16,52 @@ from torch.distributed.tensor import DTensor
 from torch.fx import GraphModule
 
 from .dtensor import placements, to_dtensor
+from .errors import StateError
 from .grid import Grid
 from .layout import Layout
 from .lockstep import run_lockstep
 from .passes.differentiate import Differentiated
 from .step import Step
 
-# Makes the graphs for gradients that flow from other results than was planned for.
-Variant = Callable[[tuple[int, ...]], Differentiated]
-
 
 class Executor(Protocol):
-    """How values enter, run and leave; `Value` is a local tensor, or one per rank."""
+    """How values enter, run and leave; a value is a local tensor, or one per rank."""
 
-    def enter(self, tensor: Tensor, layout: Layout) -> Any: ...
+    grid: Grid
+    # Whether a call's tensors are this rank's part already.
+    sharded_inputs: bool
 
-    def run(self, graph: GraphModule, values: Sequence[Any]) -> list[Any]: ...
+    def store(self, tensor: Tensor, layout: Layout) -> Tensor:
+        """A tensor that the module shall hold, from the whole tensor."""
+        ...
 
-    def leave(self, value: Any, layout: Layout, shape: tuple[int, ...]) -> Tensor: ...
+    def empty(self, shape: Sequence[int], dtype: torch.dtype, device: torch.device, layout: Layout) -> Tensor:
+        """The same, with no values yet."""
+        ...
 
-    def seed(self, cotangent: Tensor, layout: Layout) -> Any: ...
+    def enter(self, tensor: Tensor, layout: Layout) -> Any:
+        """The value of a tensor that the module holds."""
+        ...
 
-    def gradient(self, value: Any, layout: Layout, like: Tensor) -> Tensor: ...
+    def enter_input(self, tensor: Tensor, layout: Layout) -> Any:
+        """The value of an input of a call."""
+        ...
+
+    def run(self, graph: GraphModule, values: Sequence[Any]) -> list[Any]:
+        """The results of a graph."""
+        ...
+
+    def leave(self, value: Any, layout: Layout, shape: tuple[int, ...], *, sharded: bool) -> Tensor:
+        """A result, as the user gets it."""
+        ...
+
+    def seed(self, cotangent: Tensor, layout: Layout) -> Any:
+        """The value of the gradient of a result."""
+        ...
+
+    def gradient(self, value: Any, layout: Layout, like: Tensor) -> Tensor:
+        """The gradient of an argument, as the user gets it."""
+        ...
 
 
 class Entered(NamedTuple):
@@ -46,25 +70,133 @@ class Entered(NamedTuple):
     value: Any
 
 
-def enter(executor: Executor, tensor: Tensor | Entered, layout: Layout) -> Any:
-    """The value of an argument inside."""
-    return tensor.value if isinstance(tensor, Entered) else executor.enter(tensor, layout)
+class Source(Protocol):
+    """Where a call takes its step from."""
+
+    step: Step
+
+    def switch(self, seeds: tuple[int, ...]) -> Differentiated:
+        """Graphs for gradients that flow from these results, from now on in `step`."""
+        ...
+
+
+def run_step(source: Source, executor: Executor, tensors: Sequence[Tensor | Entered], *, grad: bool) -> list[Tensor]:
+    """The results of one call.
+
+    Args:
+        tensors: per argument of the program the tensor the module holds or was given.
+        grad: whether a backward may follow; without it nothing is kept.
+    """
+    step = source.step
+    if grad and step.runs.backward is not None:
+        return list(_Run.apply(source, executor, *tensors))
+    with torch.no_grad():
+        return _leave(step, executor, executor.run(step.runs.inference, _entered(step, executor, tensors)))
+
+
+def _entered(step: Step, executor: Executor, tensors: Sequence[Tensor | Entered]) -> list[Any]:
+    return [
+        t.value if isinstance(t, Entered) else executor.enter(t, layout)
+        for t, layout in zip(tensors, step.argument_layouts, strict=True)
+    ]
+
+
+def _leave(step: Step, executor: Executor, values: Sequence[Any]) -> list[Tensor]:
+    return [
+        executor.leave(value, layout, step.result_shape(i), sharded=step.outputs[i] == "sharded")
+        for i, (value, layout) in enumerate(zip(values, step.local.results, strict=True))
+    ]
+
+
+class _Run(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, source: Source, executor: Executor, *tensors: Tensor | Entered) -> Any:
+        ctx.source, ctx.executor, ctx.step = source, executor, source.step
+        runs = ctx.step.runs
+        outs = executor.run(runs.forward, _entered(ctx.step, executor, tensors))
+        results, ctx.saved = outs[: runs.results], outs[runs.results :]
+        # By reference, for a backward that nobody planned; parameters are alive anyway.
+        ctx.tensors, ctx.versions = tensors, _versions(ctx.step, tensors)
+        ctx.set_materialize_grads(False)
+        left = _leave(ctx.step, executor, results)
+        ctx.mark_non_differentiable(*(t for i, t in enumerate(left) if i not in runs.differentiable))
+        return tuple(left)
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, *cotangents: Tensor | None) -> Any:
+        step, executor, runs, saved = ctx.step, ctx.executor, ctx.step.runs, ctx.saved
+        if saved is None:
+            raise StateError(
+                "backward through a call a second time: what it kept for backward is freed, retain_graph=True or not; "
+                "add the losses up and call backward once, or call the module again"
+            )
+        ctx.saved = None
+        _refuse_changes(step, ctx.versions, _versions(step, ctx.tensors))
+        given = tuple(i for i, c in enumerate(cotangents) if c is not None)
+        if given != runs.tangents:
+            # Gradients flow from other results than planned for: this once, their forward runs again.
+            runs = ctx.source.switch(given)
+            saved = executor.run(runs.forward, _entered(step, executor, ctx.tensors))[runs.results :]
+        seeds = [executor.seed(cotangents[i], step.local.results[i]) for i in runs.tangents]
+        grads: list[Tensor | None] = [None] * len(ctx.tensors)
+        if runs.backward is not None:
+            out = executor.run(runs.backward, [*saved, *seeds])
+            for number, value in zip(runs.gradients, out, strict=True):
+                grads[number] = executor.gradient(value, step.argument_layouts[number], ctx.tensors[number])
+        return (None, None, *grads)
+
+
+def _versions(step: Step, tensors: Sequence[Tensor | Entered]) -> list[int]:
+    """How often each parameter was changed in place; autograd cannot know that backward reads them."""
+    return [
+        version(t)
+        for argument, t in zip(step.program.arguments, tensors, strict=True)
+        if argument.kind == "parameter" and isinstance(t, Tensor)
+    ]
+
+
+def _refuse_changes(step: Step, before: Sequence[int], now: Sequence[int]) -> None:
+    parameters = step.program.arguments_of("parameter")
+    changed = [a.names[0] for a, b, n in zip(parameters, before, now, strict=True) if b != n]
+    if changed:
+        raise StateError(
+            f"{changed[0]} {f'and {len(changed) - 1} more parameters were' if changed[1:] else 'was'} changed between "
+            "the call and its backward, so gradients would be wrong; call backward before optimizer.step()"
+        )
+
+
+def version(tensor: Tensor) -> int:
+    """How often the elements were changed in place."""
+    with torch.no_grad():
+        local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+    return 0 if local.is_inference() else local._version
 
 
 class LockstepExecutor:
     """Full tensors outside, one tensor per rank inside."""
 
+    sharded_inputs = False
+
     def __init__(self, grid: Grid) -> None:
         self.grid = grid
 
+    def store(self, tensor: Tensor, layout: Layout) -> Tensor:
+        return tensor
+
+    def empty(self, shape: Sequence[int], dtype: torch.dtype, device: torch.device, layout: Layout) -> Tensor:
+        return torch.empty(tuple(shape), dtype=dtype, device=device)
+
     def enter(self, tensor: Tensor, layout: Layout) -> list[Tensor]:
         return [layout.shard(tensor, self.grid, rank).contiguous() for rank in range(self.grid.size)]
+
+    enter_input = enter
 
     def run(self, graph: GraphModule, values: Sequence[Any]) -> list[Any]:
         out = run_lockstep(graph, self.grid, values)
         return [list(column) for column in zip(*out, strict=True)]
 
-    def leave(self, value: list[Tensor], layout: Layout, shape: tuple[int, ...]) -> Tensor:
+    def leave(self, value: list[Tensor], layout: Layout, shape: tuple[int, ...], *, sharded: bool) -> Tensor:
         return layout.assemble(value, shape, self.grid)
 
     def seed(self, cotangent: Tensor, layout: Layout) -> list[Tensor]:
@@ -72,67 +204,6 @@ class LockstepExecutor:
 
     def gradient(self, value: list[Tensor], layout: Layout, like: Tensor) -> Tensor:
         return layout.assemble(value, like.shape, self.grid)
-
-
-def run_step(
-    step: Step, executor: Executor, tensors: Sequence[Tensor | Entered], variant: Variant, *, grad: bool
-) -> list[Tensor]:
-    """The results of one call.
-
-    Args:
-        tensors: per argument of the program the tensor the module holds or was given.
-        grad: whether a backward may follow; without it nothing is kept.
-    """
-    if grad and step.runs.backward is not None:
-        return list(_Run.apply(step, executor, variant, *tensors))
-    with torch.no_grad():
-        values = [enter(executor, t, lay) for t, lay in zip(tensors, step.argument_layouts, strict=True)]
-        return _leave(step, executor, executor.run(step.runs.inference, values))
-
-
-def _leave(step: Step, executor: Executor, values: Sequence[Any]) -> list[Tensor]:
-    return [
-        executor.leave(v, lay, step.result_shape(i))
-        for i, (v, lay) in enumerate(zip(values, step.local.results, strict=True))
-    ]
-
-
-class _Run(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, step: Step, executor: Executor, variant: Variant, *tensors: Tensor | Entered) -> Any:
-        values = [enter(executor, t, lay) for t, lay in zip(tensors, step.argument_layouts, strict=True)]
-        outs = executor.run(step.runs.forward, values)
-        ctx.step, ctx.executor, ctx.variant = step, executor, variant
-        results, ctx.saved = outs[: step.runs.results], outs[step.runs.results :]
-        # Inputs by reference, for a backward that nobody planned; parameters are alive anyway.
-        ctx.tensors = tensors
-        ctx.set_materialize_grads(False)
-        left = _leave(step, executor, results)
-        fixed = [t for i, t in enumerate(left) if i not in step.runs.differentiable]
-        ctx.mark_non_differentiable(*fixed)
-        return tuple(left)
-
-    @staticmethod
-    @torch.autograd.function.once_differentiable
-    def backward(ctx: Any, *cotangents: Tensor | None) -> Any:
-        step, executor, runs = ctx.step, ctx.executor, ctx.step.runs
-        given = tuple(i for i, c in enumerate(cotangents) if c is not None)
-        saved = ctx.saved
-        if saved is None:
-            raise RuntimeError("backward a second time: the activations of this call are freed; call the module again")
-        ctx.saved = None
-        if given != runs.tangents:
-            # Gradients flow from other results than planned for: their graphs, and their forward once more.
-            runs = ctx.variant(given)
-            values = [enter(executor, t, lay) for t, lay in zip(ctx.tensors, step.argument_layouts, strict=True)]
-            saved = executor.run(runs.forward, values)[runs.results :]
-        seeds = [executor.seed(cotangents[i], step.local.results[i]) for i in runs.tangents]
-        grads: list[Tensor | None] = [None] * len(ctx.tensors)
-        if runs.backward is not None:
-            out = executor.run(runs.backward, [*saved, *seeds])
-            for number, value in zip(runs.gradients, out, strict=True):
-                grads[number] = executor.gradient(value, step.argument_layouts[number], ctx.tensors[number])
-        return (None, None, None, *grads)
 
 
 class RankExecutor:
@@ -147,26 +218,43 @@ class RankExecutor:
     def __init__(self, grid: Grid, mesh: DeviceMesh, index: int, *, sharded_inputs: bool) -> None:
         self.grid, self.mesh, self.index, self.sharded_inputs = grid, mesh, index, sharded_inputs
 
+    def store(self, tensor: Tensor, layout: Layout) -> Tensor:
+        # A copy: a view would keep the whole tensor alive.
+        local = layout.shard(tensor, self.grid, self.index).clone(memory_format=torch.contiguous_format)
+        return to_dtensor(local, layout, tuple(tensor.shape), self.grid, self.mesh)
+
+    def empty(self, shape: Sequence[int], dtype: torch.dtype, device: torch.device, layout: Layout) -> Tensor:
+        local = torch.empty(layout.valid_shape(shape, self.grid, self.index), dtype=dtype, device=device)
+        return to_dtensor(local, layout, shape, self.grid, self.mesh)
+
     def enter(self, tensor: Tensor, layout: Layout) -> Tensor:
         if isinstance(tensor, DTensor):
             return tensor.to_local()
-        if self.sharded_inputs or not layout.sharding_axes:
-            return tensor
         return layout.shard(tensor, self.grid, self.index).contiguous()
+
+    def enter_input(self, tensor: Tensor, layout: Layout) -> Tensor:
+        if isinstance(tensor, DTensor):
+            if tensor.device_mesh == self.mesh and tuple(tensor.placements) == placements(layout, self.grid):
+                return tensor.to_local()
+            tensor = tensor.full_tensor()
+        elif self.sharded_inputs:
+            return tensor
+        return self.enter(tensor, layout)
 
     def run(self, graph: GraphModule, values: Sequence[Any]) -> list[Any]:
         return list(graph(*values))
 
-    def leave(self, value: Tensor, layout: Layout, shape: tuple[int, ...]) -> Tensor:
-        return to_dtensor(value, layout, shape, self.grid, self.mesh) if layout.sharding_axes else value
+    def leave(self, value: Tensor, layout: Layout, shape: tuple[int, ...], *, sharded: bool) -> Tensor:
+        return to_dtensor(value, layout, shape, self.grid, self.mesh) if sharded else value
 
     def seed(self, cotangent: Tensor, layout: Layout) -> Tensor:
         if not isinstance(cotangent, DTensor):
             return cotangent
-        wanted = placements(layout, self.grid)
-        if tuple(cotangent.placements) != wanted:
-            cotangent = cotangent.redistribute(placements=wanted)
-        return cotangent.to_local()
+        if tuple(cotangent.placements) == placements(layout, self.grid):
+            return cotangent.to_local()
+        return self.enter(cotangent.full_tensor(), layout)
 
     def gradient(self, value: Tensor, layout: Layout, like: Tensor) -> Tensor:
-        return to_dtensor(value, layout, tuple(like.shape), self.grid, self.mesh) if isinstance(like, DTensor) else value
+        if not isinstance(like, DTensor):
+            return value
+        return to_dtensor(value, layout, tuple(like.shape), self.grid, self.mesh)

@@ -133,11 +133,17 @@ class OutputPlan:
 
 @dataclass(frozen=True)
 class Repeated:
-    """Ops that ranks along `axes` repeat instead of sharing, and why. `modules` has one entry an op."""
+    """Ops that ranks along `axes` repeat instead of sharing, and why.
+
+    Args:
+        free: they have no gradient and need no collective for it: masks, position tables.
+        modules: one entry an op.
+    """
 
     op: str
     axes: str
     why: str
+    free: bool
     modules: tuple[str, ...]
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING
 
@@ -23,7 +24,7 @@ Row = tuple[str, ...]  # the first cell is a module path, or what else the line 
 
 def render(plan: Plan) -> str:
     """The whole printout."""
-    sections = [_head(plan), _parameters(plan), _ops(plan), _totals(plan), _traffic(plan), _outputs(plan), _notes(plan)]
+    sections = [_head(plan), _parameters(plan), _ops(plan), _light(plan), _totals(plan), _traffic(plan), _outputs(plan), _notes(plan)]
     text = "\n\n".join(s for s in sections if s)
     return "\n".join(line.rstrip() for line in text.split("\n"))
 
@@ -77,9 +78,10 @@ def _parameter_row(p: ParameterPlan) -> Row:
 
 
 def _ops(plan: Plan) -> str:
-    rows = [_op_row(o) for o in plan.ops]
+    rows = [_op_row(o) for o in plan.ops if o.flops]
     header = ("module", "op", "result", "layout", "local", "roles", "FLOPs", "sent", "time")
-    return _table("Matmuls, convolutions, attention, and what else sends", header, rows, wrap=(0, 7, 5), right=(6, 8))
+    title = "Matmuls, convolutions, attention (a copy that several ops read is counted at the first; FLOPs of forward)"
+    return _table(title, header, rows, wrap=(0, 7, 5), right=(6, 8))
 
 
 def _op_row(o: OpPlan) -> Row:
@@ -90,33 +92,42 @@ def _op_row(o: OpPlan) -> Row:
         o.layout,
         _shape(o.local_shape),
         o.roles or "-",
-        _count(o.flops) if o.flops else "-",
+        _count(o.flops),
         _sent(o.sent),
         _seconds(o.seconds),
     )
 
 
-def _totals(plan: Plan) -> str:
-    memory = [f"{_MEMORY.get(name, name)} {_bytes(n)}" for name, n in plan.memory.items() if not name.startswith("peak") and n]
-    peaks = [f"{name.removeprefix('peak ')} {_bytes(n)}" for name, n in plan.memory.items() if name.startswith("peak")]
-    ideal = plan.flops / plan.ideal_flops if plan.ideal_flops else 1.0
-    rows: list[Row] = [
-        ("memory", ", ".join(memory)),
-        ("peak alive", ", ".join(peaks)),
-        (
-            "FLOPs",
-            f"forward {_count(plan.forward_flops)}, backward {_count(plan.backward_flops)}: "
-            f"{ideal:.2f} x one device's / {plan.devices}",
-        ),
-        ("sent", _bytes(sum(plan.bytes.values()))),
+def _light(plan: Plan) -> str:
+    """The other ops that send, a line for each module."""
+    modules: dict[str, list[OpPlan]] = {}
+    for o in plan.ops:
+        if not o.flops:
+            modules.setdefault(o.module or "(model)", []).append(o)
+    rows = [
+        (m, _counted(_op_name(o.op) for o in ops), _sent(s for o in ops for s in o.sent), _seconds(sum(o.seconds for o in ops)))
+        for m, ops in modules.items()
     ]
-    for name, by_axis in (("communication", plan.communication), ("exposed", plan.exposed)):
-        if by_axis:
-            rows.append((name, ", ".join(f"{a} {_seconds(s)}" for a, s in by_axis.items())))
-    return _table("Per rank and step", ("", ""), rows, wrap=(1,), right=(), fold=False)
+    return _table("Other ops that send", ("module", "ops", "sent", "time"), rows, wrap=(0, 1, 2), right=(3,))
 
 
-_MEMORY = {"optimizer": "AdamW", "activations": "saved activations"}
+def _totals(plan: Plan) -> str:
+    sizes = {_MEMORY.get(name, name): _bytes(n) for name, n in plan.memory.items() if n}
+    memory = _table("Memory per rank", tuple(sizes), [tuple(sizes.values())], wrap=range(len(sizes)), right=(), fold=False)
+    times = {
+        "FLOPs forward": _count(plan.forward_flops),
+        "backward": _count(plan.backward_flops),
+        f"x one device / {plan.devices}": f"{plan.flops / plan.ideal_flops:.3f}" if plan.ideal_flops else "-",
+        "compute": _seconds(plan.compute),
+        "communication": "\n".join(f"{a} {_seconds(s)}" for a, s in plan.communication.items()) or "-",
+        "exposed": "\n".join(f"{a} {_seconds(s)}" for a, s in plan.exposed.items()) or "-",
+        "step": _seconds(plan.seconds),
+    }
+    time = _table("Work per rank", tuple(times), [tuple(times.values())], wrap=(), right=(), fold=False)
+    return f"{memory}\n\n{time}"
+
+
+_MEMORY = {"optimizer": "AdamW", "activations": "saved for backward"}
 
 
 def _traffic(plan: Plan) -> str:
@@ -151,20 +162,27 @@ def _output_row(o: OutputPlan) -> Row:
 
 def _notes(plan: Plan) -> str:
     whole = _table("", ("", ""), list(plan.whole.items()), wrap=(0, 1), right=())
-    lines = ["Kept whole: " + ("" if whole else "nothing.")] + ([_indent(whole)] if whole else [])
+    lines = [f"Kept whole:\n{_indent(whole)}" if whole else "Kept whole: nothing."]
     if plan.repeated:
-        rows: list[Row] = []
+        rows: dict[tuple[str, str, str], list[str]] = {}
         for r in plan.repeated:
-            where = _fold([(m or "(model)",) for m in r.modules])
-            rows.append((f"{len(r.modules)} {_op_name(r.op)}", r.axes, r.why, ", ".join(w[0] for w in where)))
+            # Where masks and positions are made interests nobody.
+            where = [] if r.free else [row[0] for row in _fold([(m or "(model)",) for m in r.modules])]
+            uses = f"{_op_name(r.op)} x{len(r.modules)}" if len(r.modules) > 1 else _op_name(r.op)
+            rows.setdefault((r.axes, r.why, ", ".join(where)), []).append(uses)
+        table = [(axes, why, ", ".join(ops) + (f" in {at}" if at else "")) for (axes, why, at), ops in rows.items()]
         lines.append("Computed by every rank along some axes:")
-        lines.append(_indent(_table("", ("ops", "axes", "why", "in"), rows, wrap=(3, 2), right=(), fold=False)))
+        lines.append(_indent(_table("", ("axes", "why", "ops"), table, wrap=(1, 2), right=(), fold=False)))
     if plan.without_rule:
         uses = ", ".join(f"{op} ({n} use{'s' if n > 1 else ''})" for op, n in plan.without_rule.items())
         lines.append(_wrapped(f"Without a rule, so computed whole: {uses}.", WIDTH))
     else:
         lines.append("Without a rule: nothing.")
     return "\n".join(lines)
+
+
+def _counted(names: Iterable[str]) -> str:
+    return ", ".join(f"{name} x{n}" if n > 1 else name for name, n in Counter(names).items())
 
 
 # -- tables ------------------------------------------------------------------------------------------------------------
@@ -194,14 +212,13 @@ def _table(
         candidates = [i for i in flexible if columns[i] > 12] or [max(range(len(columns)), key=lambda i: columns[i])]
         columns[max(candidates, key=lambda i: columns[i])] -= 1
     cells = [tuple(_wrapped(c, w) for c, w in zip(r, columns, strict=True)) for r in folded]
-    heads = [_wrapped(h, w) for h, w in zip(header, columns, strict=True)]
-    text = tabulate(
-        cells,
-        heads if any(header) else (),
-        tablefmt="simple" if any(header) else "plain",
-        disable_numparse=True,
-        colalign=["right" if i in right else "left" for i in range(len(header))],
-    )
+    if any(header):
+        # As rows: tabulate would make every column two wider than its header.
+        heads = tuple(_wrapped(h, w) for h, w in zip(header, columns, strict=True))
+        widths = [max(len(line) for r in (heads, *cells) for line in r[i].split("\n")) for i in range(len(header))]
+        cells = [heads, tuple("-" * w for w in widths), *cells]
+    align = ["right" if i in right else "left" for i in range(len(header))]
+    text = tabulate(cells, tablefmt="plain", disable_numparse=True, colalign=align)
     return f"{title}\n{text}" if title else text
 
 
@@ -210,14 +227,13 @@ def _indent(text: str) -> str:
 
 
 def _wrapped(cell: str, width: int) -> str:
-    """The cell in lines of at most `width`, broken after a space, comma, slash, dot or bracket where there is one."""
+    """The cell in lines of at most `width`, broken where it reads best: after ", ", a space, or within a path."""
     lines = []
     for line in cell.split("\n"):
         while len(line) > width:
-            breaks = [m.end() for m in re.finditer(r"[ ,./}\])]", line[: width + 1])]
-            soft = [b for b in breaks if line[b - 1] == " "]
-            hard = [b for b in breaks if b <= width]
-            at = next((max(c) for c in (soft, hard) if c and max(c) > width // 3), width)
+            ends = {p: [m.end() for m in re.finditer(p, line[: width + 1])] for p in (", ", " ", r"[,./}\])_]")}
+            fits = [max(good) for p, found in ends.items() if (good := [e for e in found if e <= width or " " in p])]
+            at = next((e for e in fits if e > width // 3), width)
             lines.append(line[:at].rstrip())
             line = line[at:].lstrip()
         lines.append(line)
@@ -230,13 +246,13 @@ def _fold(rows: Iterable[Row]) -> list[Row]:
     `blocks.0.up`, ..., `blocks.11.up` become `blocks.0-11.up (x12)`; `up.weight` and `up.bias` become
     `up.{weight,bias} (x2)`.
     """
-    lines = [(tuple(r[0].split(".")), r[1:], 1) for r in rows]
+    lines = [(tuple(re.findall(r"\d+|\w+|\W+", r[0])), r[1:], 1) for r in rows]
     depth = max((len(path) for path, _, _ in lines), default=0)
     for i in range(depth):
         lines = _merge(lines, i, str.isdigit, _ranges)
     for i in reversed(range(depth)):
         lines = _merge(lines, i, lambda part: part.isidentifier(), _braces)
-    return [(".".join(path) + (f" (x{n})" if n > 1 else ""), *cells) for path, cells, n in lines]
+    return [("".join(path) + (f" (x{n})" if n > 1 else ""), *cells) for path, cells, n in lines]
 
 
 _Line = tuple[tuple[str, ...], Row, int]

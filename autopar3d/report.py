@@ -32,6 +32,8 @@ _FACTOR_NAMES = {
     "conv": {"n": "batch", "g": "groups", "i": "in", "o": "out"},
 }
 
+_FREE = "no gradient flows here, so repeating it is free"
+
 
 def make_plan(
     step: Step,
@@ -273,9 +275,13 @@ class _Accountant:
         """How many times the forward's FLOPs the backward has."""
         if node not in self.grads:
             return 0.0
-        if "attention" in _op_name(node):  # five products for two: the scores are computed again
+        with_mask = any(o in self.grads for o in operands(node)[3:])
+        if "attention" in _op_name(node) and not with_mask:
+            # Fused: five products for two, as the scores are computed again. (With a trained bias it is not fused.)
             d, e = (operands(node)[i].meta["val"].shape[-1] for i in (0, 2))
             return float(3 * d + 2 * e) / float(d + e)
+        if "attention" in _op_name(node):
+            return 2.0
         return float(sum(o in self.grads for i, o in enumerate(operands(node)) if i not in spec.addends))
 
     def _all_flops(self) -> float:
@@ -296,13 +302,15 @@ class _Accountant:
         return tuple(found)
 
     def _repeated(self) -> tuple[Repeated, ...]:
-        found: dict[tuple[str, str, str], list[str]] = {}
+        found: dict[tuple[str, str, str, bool], list[str]] = {}
         for node, spec in self.factors.specs.items():
             axes = self._idle(self._strategy(node))
             if axes and not is_view(node):
-                key = (_op_name(node), axes, self._why_repeated(node, spec, axes))
-                found.setdefault(key, []).append(module_path(node))
-        return tuple(Repeated(*key, tuple(modules)) for key, modules in found.items())
+                why = self._why_repeated(node, spec, axes)
+                free = node not in self.grads and why == _FREE
+                found.setdefault((_op_name(node), axes, why, free), []).append(module_path(node))
+        ordered = sorted(found.items(), key=lambda item: item[0][3])
+        return tuple(Repeated(*key, tuple(modules)) for key, modules in ordered)
 
     def _why_repeated(self, node: Node, spec: OpSpec, axes: str) -> str:
         if str(node.target) in self.factors.without_rule:
@@ -315,7 +323,7 @@ class _Accountant:
         if all(n % self.grid.axis_size(a) for n in free for a in axes):
             return f"no free dim of {free} divides"
         if node not in self.grads:
-            return "without a gradient: no rank has to ask another"
+            return _FREE
         return "small, or cheaper than moving it"
 
     # -- totals --------------------------------------------------------------------------------------------------------

@@ -1,17 +1,22 @@
-"""The one seam to processes and devices: the mesh, the groups' names in graphs, and comparing ranks."""
+"""The one seam to processes and devices: the mesh, the groups' names in graphs, and what ranks must agree on."""
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
+import logging
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
 
 from .errors import InputError, LaunchError, MismatchError
 from .grid import AXES, Grid
+
+T = TypeVar("T")
 
 _LAUNCH = (
     "start the script under torchrun (torchrun --nproc-per-node 8 train.py) and call "
@@ -27,11 +32,12 @@ def connect(grid: Grid, device_type: str) -> tuple[DeviceMesh, int]:
         LaunchError: no process group.
         GridError: the grid's size is not the world size.
     """
-    if grid.size == 1 and not (dist.is_available() and dist.is_initialized()):
+    if grid.size == 1 and dist.is_available() and not dist.is_initialized():
         _single_process_group()
     if not (dist.is_available() and dist.is_initialized()):
         raise LaunchError(f"grid {grid} needs {grid.size} ranks, but there is no process group: {_LAUNCH}")
     grid.check_world(dist.get_world_size())
+    _quiet_redistribution()
     ranks = torch.tensor(grid.ranks or range(grid.size)).reshape(grid.sizes)
     mesh = DeviceMesh(device_type, ranks, mesh_dim_names=AXES)
     # A DeviceMesh numbers its groups differently on each rank; graphs need one name. No public way to name a group.
@@ -55,6 +61,16 @@ def _single_process_group() -> None:
     dist.init_process_group("gloo", rank=0, world_size=1, store=dist.HashStore())
 
 
+def _no_advice(record: logging.LogRecord) -> bool:
+    return not str(record.msg).startswith("While redistributing from")
+
+
+def _quiet_redistribution() -> None:
+    """Without DTensor's advice, on every rank, to flatten the mesh: `clip_grad_norm_` sums one number per axis."""
+    # A filter that is there already is not added again.
+    logging.getLogger("torch.distributed.tensor._redistribute").addFilter(_no_advice)
+
+
 def broadcast_from_first(tensor: Tensor, mesh: DeviceMesh) -> Tensor:
     """Rank 0's value (of the grid's first place) on all ranks."""
     tensor = tensor.contiguous()
@@ -63,26 +79,81 @@ def broadcast_from_first(tensor: Tensor, mesh: DeviceMesh) -> Tensor:
     return tensor
 
 
-def compare(what: str, digest: str, advice: str, error: type[Exception] = MismatchError) -> None:
-    """Raise the same error on every rank when a digest is not the same on all, naming the ranks that differ."""
-    if not dist.is_initialized() or dist.get_world_size() == 1:
+def jointly(what: str, work: Callable[[], T], digest: Callable[[T], str], advice: str) -> T:
+    """`work()` on every rank, then a look at how the others did, so that none waits for one that failed.
+
+    Args:
+        what: names the work, as in "planning".
+        digest: of the work's result, a text that must be the same on all ranks.
+        advice: what to do when it is not.
+
+    Raises:
+        Exception: what `work` raised on this rank.
+        MismatchError: it failed on other ranks, or gave something else there.
+    """
+    if not (dist.is_available() and dist.is_initialized()) or dist.get_world_size() == 1:
+        return work()
+    failure: Exception | None = None
+    try:
+        value = work()
+        mine = ("done", digest(value))
+    except Exception as error:
+        failure, mine = error, ("failed", f"{type(error).__name__}: {error}")
+    reports = _exchange(mine)
+    if failure is not None:
+        raise failure
+    failed = {rank: text for rank, (state, text) in enumerate(reports) if state == "failed"}
+    if failed:
+        rank, text = next(iter(failed.items()))
+        others = f" (and on {len(failed) - 1} other ranks)" if len(failed) > 1 else ""
+        raise MismatchError(f"{what} failed on rank {rank}{others}: {text}")
+    _refuse_difference(what, [text for _, text in reports], advice, MismatchError)
+    return value
+
+
+def _exchange(mine: T) -> list[T]:
+    found: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(found, mine)
+    return found
+
+
+def _refuse_difference(what: str, digests: Sequence[str], advice: str, error: type[Exception]) -> None:
+    if len(set(digests)) > 1:
+        odd = [r for r, d in enumerate(digests) if d != digests[0]]
+        ranks = ("rank " if len(odd) == 1 else "ranks ") + ", ".join(map(str, odd))
+        shown = f" ({digests[0]} and {digests[odd[0]]})" if max(map(len, digests)) <= 100 else ""
+        raise error(f"{what} of rank 0 differs from that of {ranks}{shown}: {advice}")
+
+
+def compare_inputs(leaves: Sequence[tuple[str, Any]], *, values: bool) -> None:
+    """Compare a call's inputs across ranks.
+
+    Args:
+        leaves: path and value of each, as `pytrees.flatten_input` gives them.
+        values: whether the elements must be the same too; only shapes and dtypes where each rank passes its part.
+
+    Raises:
+        InputError: on every rank, naming the first input that differs.
+    """
+    if not (dist.is_available() and dist.is_initialized()) or dist.get_world_size() == 1:
         return
-    found: list[str | None] = [None] * dist.get_world_size()
-    dist.all_gather_object(found, digest)
-    if len(set(found)) > 1:
-        odd = [r for r, d in enumerate(found) if d != found[0]]
-        raise error(f"{what} of rank 0 differs from that of ranks {', '.join(map(str, odd))}: {advice}")
+    mine = [(path, _fingerprint(leaf, values=values)) for path, leaf in leaves]
+    reports = _exchange(mine)
+    paths = [", ".join(path for path, _ in report) for report in reports]
+    _refuse_difference("the structure of the call's inputs", paths, "all ranks must make the same call", InputError)
+    advice = (
+        "every rank must pass the same global batch (seed the sampler alike on all ranks, or broadcast the batch "
+        'from rank 0), or pass its own part with inputs="sharded"'
+    )
+    for i, (path, _) in enumerate(mine):
+        _refuse_difference(f"input {path}", [report[i][1] for report in reports], advice, InputError)
 
 
-def compare_inputs(tensors: Sequence[tuple[str, Tensor]]) -> None:
-    """Raise InputError on every rank when ranks pass different values for an input that must be the same on all."""
-    for path, tensor in tensors:
-        data = tensor.detach().cpu().contiguous()
-        digest = hashlib.blake2b(data.view(torch.uint8).numpy().tobytes() if data.numel() else b"").hexdigest()
-        compare(
-            f"input {path}",
-            f"{tuple(tensor.shape)} {tensor.dtype} {digest}",
-            'every rank must pass the same global batch (seed the sampler alike on all ranks, or broadcast the batch '
-            'from rank 0), or pass its own part with inputs="sharded"',
-            InputError,
-        )
+def _fingerprint(leaf: Any, *, values: bool) -> str:
+    if not isinstance(leaf, Tensor):
+        return repr(leaf)
+    text = f"{tuple(leaf.shape)} {leaf.dtype}"
+    if values and not isinstance(leaf, DTensor):
+        data = leaf.detach().cpu().contiguous().reshape(-1)
+        text += " " + hashlib.blake2b(data.view(torch.uint8).numpy().tobytes(), digest_size=8).hexdigest()
+    return text

@@ -1,4 +1,4 @@
-"""For tests: hypothesis strategies that draw grids and layouts.
+"""For tests: hypothesis strategies that draw grids and layouts, and training beside one device.
 
 hypothesis is imported when a strategy is made, so this module needs it only then (`pip install hypothesis`).
 """
@@ -6,17 +6,26 @@ hypothesis is imported when a strategy is made, so this module needs it only the
 from __future__ import annotations
 
 import itertools
-import math
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from .grid import Grid
 from .layout import Factor, Layout
+from .trials import Comparison, Difference, assert_trains_like_one_device, trains_like_one_device
 
 if TYPE_CHECKING:
     from hypothesis.strategies import SearchStrategy
 
-# -- hypothesis strategies -------------------------------------------------------------------------------------
+__all__ = [
+    "Comparison",
+    "Difference",
+    "assert_trains_like_one_device",
+    "grids",
+    "layouts",
+    "trains_like_one_device",
+]
+
+# -- hypothesis strategies -----------------------------------------------------------------------------------
 
 
 def grids(max_ranks: int = 8, size_one: bool = True) -> SearchStrategy[Grid]:
@@ -27,17 +36,14 @@ def grids(max_ranks: int = 8, size_one: bool = True) -> SearchStrategy[Grid]:
     """
     st = _hypothesis()
     sizes = range(1 if size_one else 2, max_ranks + 1)
-    found = [s for s in itertools.product(sizes, repeat=3) if math.prod(s) <= max_ranks]
+    found = [Grid(x, y, z) for x, y, z in itertools.product(sizes, repeat=3) if x * y * z <= max_ranks]
     if not found:
-        raise ValueError(
-            f"no grid of at most {max_ranks} ranks has three axes of size 2 or more; that takes 8"
-        )
-    return st.sampled_from([Grid(*s) for s in sorted(found, key=lambda s: (math.prod(s), s))])  # type: ignore[no-any-return]
+        raise ValueError(f"no grid of at most {max_ranks} ranks has three axes of size 2 or more; that takes 8")
+    strategy: SearchStrategy[Grid] = st.sampled_from(sorted(found, key=lambda g: (g.size, g.sizes)))
+    return strategy
 
 
-def layouts(
-    shape: Sequence[int], grid: Grid, partial: bool = True, *, uneven: bool = False
-) -> SearchStrategy[Layout]:
+def layouts(shape: Sequence[int], grid: Grid, partial: bool = True, *, uneven: bool = False) -> SearchStrategy[Layout]:
     """Legal layouts of a tensor of this shape on the grid, in canonical form.
 
     Axes stand in any order, several on one dim; dims are cut into factors where their length allows it, as in
@@ -66,9 +72,7 @@ def layouts(
                 summed.append(axis)
             elif place is not None:
                 held[place].append(axis)
-        factors = [
-            [Factor(n, tuple(held[i, j])) for j, n in enumerate(sizes)] for i, sizes in enumerate(dims)
-        ]
+        factors = [[Factor(n, tuple(held[i, j])) for j, n in enumerate(sizes)] for i, sizes in enumerate(dims)]
         return Layout.from_factors(factors, grid, summed)
 
     strategy: SearchStrategy[Layout] = build()
@@ -77,7 +81,7 @@ def layouts(
 
 def _factorings(length: int) -> list[tuple[int, ...]]:
     """A length as one factor, as two, as three; factors of length one left out."""
-    found = [(length,)]
+    found: list[tuple[int, ...]] = [(length,)]
     for outer in range(2, length):
         if length % outer == 0:
             rest = length // outer
@@ -91,7 +95,6 @@ def _hypothesis() -> Any:
         from hypothesis import strategies
     except ImportError as error:
         raise ImportError(
-            "autopar3d.testing draws grids and layouts with hypothesis, which is not installed: "
-            "pip install hypothesis"
+            "autopar3d.testing draws grids and layouts with hypothesis, which is not installed: pip install hypothesis"
         ) from error
     return strategies

@@ -7,8 +7,9 @@ one link share its bandwidth.
 
 from __future__ import annotations
 
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import Sequence
+from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
 
 import numpy as np
@@ -207,3 +208,72 @@ def live_bytes(nodes: Sequence[Node], storage: Storage | None = None) -> np.ndar
         change[0 if held else i] += storage.size[node]
         change[len(nodes) if held else last[node] + 1] -= storage.size[node]
     return np.cumsum(change[:-1])
+
+
+class Forecast:
+    """Bytes alive while a schedule departs from a plain order of the same nodes.
+
+    Args:
+        plain: the order to which the schedule can go back at any time.
+        late: waits that need not run when the plain order has them; until then they hold memory.
+    """
+
+    def __init__(self, plain: Sequence[Node], late: AbstractSet[Node], storage: Storage) -> None:
+        self.plain, self.late, self.storage = plain, late, storage
+        self.now = 0
+        # If all that is left ran in the plain order: bytes alive while its i-th node runs.
+        self.later = live_bytes(plain, storage)
+        self.position = {n: i for i, n in enumerate(plain)}
+        self.next = 0  # position of the first node that is not run, late waits not counted
+        self.held = 0  # bytes held by late waits that the plain order has behind it
+        self.done: set[Node] = set()
+        self.readers: dict[Node, list[Node]] = defaultdict(list)
+        for node in plain:
+            for owner in storage.reads[node]:
+                self.readers[owner].append(node)
+        self.reads_left = {owner: len(nodes) for owner, nodes in self.readers.items()}
+
+    def needed(self, new: tuple[Node, ...]) -> int:
+        """The peak, from now on, if these nodes ran now and all others in the plain order."""
+        last = self.position[new[-1]]
+        size = self.storage.size
+        now = self.now + sum(size[n] for n in new)
+        if last <= self.next:
+            return now
+        reads: dict[Node, int] = defaultdict(int)
+        for n in new:
+            for owner in self.storage.reads[n]:
+                reads[owner] += 1
+        change = sum(size[n] for n in new)
+        change -= sum(size[n] for n, k in reads.items() if k == self.reads_left[n] and n.op == "call_function")
+        return max(now, int(self.later[self.next : last].max()) + change + self.held)
+
+    def run(self, node: Node) -> None:
+        """The node runs now."""
+        position, plain = self.position, self.plain
+        at = position[node]
+        self.done.add(node)
+        if at < self.next:  # a late wait
+            self.held -= self._held_by(node)
+        self.now += self.storage.size[node]
+        self.later[self.next : at] += self.storage.size[node]
+        self.later[at] = 0
+        for owner in self.storage.reads[node]:
+            self.reads_left[owner] -= 1
+            if owner.op != "call_function":
+                continue
+            if not self.reads_left[owner]:
+                self.now -= self.storage.size[owner]
+            readers = self.readers[owner]
+            while readers and readers[-1] in self.done:
+                readers.pop()
+            end = max(self.next, position[readers[-1]] + 1) if readers else self.next
+            if end <= at:
+                self.later[end : at + 1] -= self.storage.size[owner]
+        while self.next < len(plain) and (plain[self.next] in self.done or plain[self.next] in self.late):
+            if plain[self.next] not in self.done:
+                self.held += self._held_by(plain[self.next])
+            self.next += 1
+
+    def _held_by(self, wait: Node) -> int:
+        return sum(self.storage.size[n] for n in self.storage.reads[wait] if self.readers[n][-1:] == [wait])

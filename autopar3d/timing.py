@@ -15,9 +15,9 @@ from torch.fx import Node
 from torch.fx.node import map_arg
 from torch.utils.flop_counter import flop_registry
 
-from .collectives import sent
 from .grid import Grid
 from .hardware import Hardware, Link
+from .redistribute import sent
 
 aten = torch.ops.aten
 c10d = torch.ops._c10d_functional

@@ -19,13 +19,12 @@ import operator
 from collections import defaultdict, deque
 from collections.abc import Iterable
 
-import numpy as np
 import torch
 from torch.fx import Graph, GraphModule, Node
 
 from autopar3d.grid import Grid
 from autopar3d.hardware import Hardware
-from autopar3d.timeline import Network, Storage, live_bytes, timeline_of
+from autopar3d.timeline import Forecast, Network, Storage, live_bytes, timeline_of
 from autopar3d.timing import axis_of, is_heavy, is_start, is_view, is_wait, seconds
 
 aten = torch.ops.aten
@@ -116,7 +115,6 @@ class _Facts:
         self.work = [n for n in self.body if n not in self.lazy]
         self.late = self._late()
         self.plain = self._plain()
-        self.position = {n: i for i, n in enumerate(self.plain)}
 
     def _ahead(self) -> set[Node]:
         """Starts to prefetch; of a chain of gathers, each needs a heavy op of its own to hide under."""
@@ -124,9 +122,10 @@ class _Facts:
         for node in self.nodes:
             if node.op in ("placeholder", "get_attr"):
                 links[node] = 0
-            elif (_follows(node) or _packet(node) in _PREPARATIONS or is_start(node)) and node.all_input_nodes:
-                if all(n in links for n in node.all_input_nodes):
-                    links[node] = max(links[n] + is_start(n) for n in node.all_input_nodes)
+                continue
+            form = _follows(node) or _packet(node) in _PREPARATIONS or is_start(node)
+            if form and node.all_input_nodes and all(n in links for n in node.all_input_nodes):
+                links[node] = max(links[n] + is_start(n) for n in node.all_input_nodes)
         first: dict[Node, int] = {}  # such a node -> heavy ops before its first reader
         for node in reversed(self.body):
             if node in links:
@@ -136,20 +135,10 @@ class _Facts:
         for node in self.body:
             if node in links and is_start(node) and first[node] > links[node]:
                 found.add(node)
-        # A chain whose end is too near to its inputs is left whole to the first step.
-        for node in self.body:
-            if node in found and any(s not in found for s in self._starts_before(node, links)):
-                found.discard(node)
-        return found
-
-    def _starts_before(self, node: Node, among: Iterable[Node]) -> list[Node]:
-        found, todo = [], list(node.all_input_nodes)
-        while todo:
-            n = todo.pop()
-            if is_start(n):
-                found.append(n)
-            elif n.op == "call_function":
-                todo += n.all_input_nodes
+        # A chain whose end has too few heavy ops before it is left whole to the first step.
+        for node in reversed(self.body):
+            if node in links and is_start(node) and node not in found:
+                found.difference_update(_starts_before(node))
         return found
 
     def _dependences(self) -> None:
@@ -215,6 +204,16 @@ class _Facts:
         return sorted(found, key=self.index.__getitem__)
 
 
+def _starts_before(node: Node) -> list[Node]:
+    found, todo = [], list(node.all_input_nodes)
+    while todo:
+        n = todo.pop()
+        if is_start(n):
+            found.append(n)
+        todo += n.all_input_nodes
+    return found
+
+
 def _packet(node: Node) -> object:
     return getattr(node.target, "overloadpacket", None)
 
@@ -239,7 +238,7 @@ class _Work:
         self.now = 0.0
         self.heavies = 0
         self.network = Network(facts.hardware, facts.grid)
-        self.memory = _Memory(facts)
+        self.memory = Forecast(facts.plain, facts.late, facts.storage)
         self.unmet = {n: len(facts.sources[n]) for n in facts.work}
         self.readers: dict[Node, list[Node]] = defaultdict(list)
         for node in facts.work:
@@ -255,16 +254,17 @@ class _Work:
         self._run()
 
     def _run(self) -> None:
-        for node in self.facts.nodes:
-            if node.op in ("placeholder", "get_attr"):
-                self._append(node)
-        for node in self.facts.work:
-            if not self.unmet[node]:
-                self._arrive(node)
+        facts = self.facts
+        for given in facts.nodes:
+            if given.op in ("placeholder", "get_attr"):
+                self._append(given)
+        for first in facts.work:
+            if not self.unmet[first]:
+                self._arrive(first)
         while (frontier := self._find_frontier()) is not None:
             self._met(self.network.advance(self.now))
             self._drain(2)
-            node = self._next_start() or self._next_compute()
+            node: Node | None = self._next_start() or self._next_compute()
             if node is None and not self.network.busy:
                 node = frontier
             if node is not None:
@@ -277,9 +277,9 @@ class _Work:
             self.now = max(self.now, self.network.now)
         while self.draining:
             self._finish(self.draining.popleft()[0])
-        for node in self.facts.plain:
-            if node not in self.emitted:
-                self._append(node)
+        for rest in facts.plain:
+            if rest not in self.emitted:
+                self._append(rest)
 
     # -- choosing --------------------------------------------------------------------------------------------------
 
@@ -346,8 +346,7 @@ class _Work:
             for n in self.facts.nodes[self.facts.index[node] :]:
                 if not below.isdisjoint(n.all_input_nodes):
                     below.add(n)
-            starts = [n for n in self.facts.work if is_start(n) and n not in below]
-            self.to_hide = deque(n for n in starts if n not in self.emitted)
+            self.to_hide = deque(n for n in self.facts.work if is_start(n) and n not in below)
         while self.to_hide and self.to_hide[0] in self.emitted:
             self.to_hide.popleft()
         return bool(self.to_hide)
@@ -397,68 +396,6 @@ class _Work:
             if is_wait(wait) and wait not in self.emitted:
                 for node in (wait, *self.facts.late_readers(wait)):
                     self._append(node)
-
-
-class _Memory:
-    """Bytes alive, now and later: if from here on all nodes ran in the plain order, `later[i]` while its i-th runs."""
-
-    def __init__(self, facts: _Facts) -> None:
-        self.facts, self.storage = facts, facts.storage
-        self.now = 0
-        self.later = live_bytes(facts.plain, facts.storage)
-        self.next = 0  # position of the first node of the plain order that is not run, late waits not counted
-        self.held = 0  # bytes that late waits hold which the plain order has behind it
-        self.done: set[Node] = set()
-        self.readers: dict[Node, list[Node]] = defaultdict(list)
-        for node in facts.plain:
-            for owner in facts.storage.reads[node]:
-                self.readers[owner].append(node)
-        self.reads_left = {owner: len(nodes) for owner, nodes in self.readers.items()}
-
-    def needed(self, new: tuple[Node, ...]) -> int:
-        """The peak, from now on, if these nodes ran now and all others in the plain order."""
-        last = self.facts.position[new[-1]]
-        size = self.storage.size
-        now = self.now + sum(size[n] for n in new)
-        if last <= self.next or self.next >= last:
-            return now
-        reads: dict[Node, int] = defaultdict(int)
-        for n in new:
-            for owner in self.storage.reads[n]:
-                reads[owner] += 1
-        change = sum(size[n] for n in new)
-        change -= sum(size[n] for n, k in reads.items() if k == self.reads_left[n] and n.op == "call_function")
-        return max(now, int(self.later[self.next : last].max()) + change + self.held)
-
-    def run(self, node: Node) -> None:
-        position = self.facts.position
-        at = position[node]
-        self.done.add(node)
-        if at < self.next:  # a late wait
-            self.held -= self._held_by(node)
-        self.now += self.storage.size[node]
-        self.later[self.next : at] += self.storage.size[node]
-        self.later[at] = 0
-        for owner in self.storage.reads[node]:
-            self.reads_left[owner] -= 1
-            if owner.op != "call_function":
-                continue
-            if not self.reads_left[owner]:
-                self.now -= self.storage.size[owner]
-            readers = self.readers[owner]
-            while readers and readers[-1] in self.done:
-                readers.pop()
-            end = max(self.next, position[readers[-1]] + 1) if readers else self.next
-            if readers is not None and end <= at:
-                self.later[end : at + 1] -= self.storage.size[owner]
-        plain = self.facts.plain
-        while self.next < len(plain) and (plain[self.next] in self.done or plain[self.next] in self.facts.late):
-            if plain[self.next] not in self.done:
-                self.held += self._held_by(plain[self.next])
-            self.next += 1
-
-    def _held_by(self, wait: Node) -> int:
-        return sum(self.storage.size[n] for n in self.storage.reads[wait] if self.readers[n][-1:] == [wait])
 
 
 def _prefetch(facts: _Facts, work: _Work, lead: int, bound: float) -> list[Node]:

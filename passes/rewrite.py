@@ -90,12 +90,23 @@ class _Rewriter:
                 self._op(node)
         results, layouts = self._results()
         self.graph.output(tuple(results))
+        dead = self._erase_unread()
         self.graph.lint()
         arguments = tuple(
             self._layout(n, self.decisions.storage[n.name]) for n in self.source.nodes if n.op == "placeholder"
         )
         module = GraphModule(torch.nn.Module(), self.graph)
-        return LocalProgram(module, arguments, tuple(layouts), tuple(map(self._final, range(len(self.movements)))))
+        movements = tuple(self._final(i) for i in range(len(self.movements)) if i not in dead)
+        return LocalProgram(module, arguments, tuple(layouts), movements)
+
+    def _erase_unread(self) -> set[int]:
+        """Drop copies that no reader took after all (it may have found its placement made already)."""
+        dead = set()
+        for node in reversed(self.graph.nodes):
+            if node in self.numbers and not node.users:
+                dead.add(self.numbers[node])
+                self.graph.erase_node(node)
+        return dead
 
     def _final(self, number: int) -> Movement:
         """The movement without the regather of a copy that no backward needs."""

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torch.distributed.tensor.placement_types import _StridedShard
@@ -71,6 +71,7 @@ def test_placements_that_no_layout_says() -> None:
             from_placements(bad, grid, 1)
 
 
+@settings(deadline=None)
 @given(st.data())
 def test_placements_invert(data: Any) -> None:
     grid = data.draw(grids(16))
@@ -79,7 +80,7 @@ def test_placements_invert(data: Any) -> None:
         assert from_placements(placements(layout, grid), grid, 3) == layout
 
 
-# -- on real ranks -----------------------------------------------------------------------------------------------
+# -- on real ranks -------------------------------------------------------------------------------------------
 
 
 def _shape(dims: tuple[tuple[int, ...], ...]) -> tuple[int, ...]:
@@ -94,9 +95,7 @@ def _cases(grid: Grid) -> list[tuple[str, tuple[int, ...], list[Layout]]]:
         shape = _shape(dims)
         found.append((f"{dims}", shape, [value.layout(s, grid) for s in storages(value, grid)]))
     for shape in UNEVEN:
-        found.append(
-            (f"{shape}", shape, [u for u in _all_plain(len(shape), grid) if is_exact(u, shape, grid)])
-        )
+        found.append((f"{shape}", shape, [u for u in _all_plain(len(shape), grid) if is_exact(u, shape, grid)]))
     return found
 
 
@@ -129,9 +128,7 @@ def _state(grid: Grid, mesh: Any, fill: bool, offset: int = 0) -> dict[str, DTen
     """The copies of every tensor, each in the next of its layouts."""
     rank = dist.get_rank()
     found = {}
-    for number, ((name, shape, options), (_, _, copies)) in enumerate(
-        zip(_cases(grid), _copies(), strict=True)
-    ):
+    for number, ((name, shape, options), (_, _, copies)) in enumerate(zip(_cases(grid), _copies(), strict=True)):
         for i in range(copies):
             layout = options[(i + offset) % len(options)]
             assert is_exact(layout, shape, grid), f"{layout} of {shape}"

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.fx import Graph, Node
 
@@ -167,9 +167,10 @@ def test_producers_of_results() -> None:
     assert is_getitem(second) and producer(second) == (parts, 1) and producer(parts) == (parts, 0)
 
 
-# -- a value's atoms ------------------------------------------------------------------------------------------------
+# -- a value's atoms -----------------------------------------------------------------------------------------
 
 
+@settings(deadline=None)
 @given(grids(12), st.sampled_from([((16,), (32,)), ((3, 4, 8), (2, 6)), ((), (12,)), ((4, 2, 2),)]))
 def test_a_placement_and_its_layout_invert(grid: Grid, dims: tuple[tuple[int, ...], ...]) -> None:
     """Different placements may mean one layout: what comes back then means the same one, as pieces too."""
@@ -190,6 +191,7 @@ def test_a_placement_and_its_layout_invert(grid: Grid, dims: tuple[tuple[int, ..
             assert torch.equal(layout.shard(tensor, grid, index).flatten(), piece.flatten())
 
 
+@settings(deadline=None)
 @given(st.data())
 def test_a_layout_that_cuts_finer_than_the_atoms_has_no_placement(data: Any) -> None:
     grid = data.draw(grids(12))

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 
 from autopar3d.errors import GridError
 from autopar3d.grid import AXES, Grid, factorisations
@@ -23,11 +23,13 @@ def test_rank_order_has_z_innermost() -> None:
     assert grid.coordinates(23) == {"x": 1, "y": 2, "z": 3}
 
 
+@settings(deadline=None)
 @given(grids(24))
 def test_coordinates_invert(grid: Grid) -> None:
     assert [grid.index(grid.coordinates(i)) for i in range(grid.size)] == list(range(grid.size))
 
 
+@settings(deadline=None)
 @given(grids(24))
 def test_groups_partition_the_grid_in_coordinate_order(grid: Grid) -> None:
     for axis in AXES:

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from autopar3d.errors import LayoutError
@@ -56,6 +56,7 @@ def numbered(shape: Sequence[int]) -> torch.Tensor:
     return torch.arange(1, math.prod(shape) + 1, dtype=torch.float64).reshape(tuple(shape))
 
 
+@settings(deadline=None)
 @given(cases(partial=False))
 def test_pieces_are_nested_chunks(case: Any) -> None:
     shape, grid, layout = case
@@ -71,6 +72,7 @@ def test_pieces_are_nested_chunks(case: Any) -> None:
         assert padded.sum() == piece.sum()
 
 
+@settings(deadline=None)
 @given(cases(partial=False))
 def test_pieces_tile_the_tensor(case: Any) -> None:
     """Every element is owned once by the devices that differ only in sharding axes."""
@@ -83,6 +85,7 @@ def test_pieces_tile_the_tensor(case: Any) -> None:
     assert sorted(torch.cat([p.flatten() for p in pieces]).tolist()) == numbered(shape).flatten().tolist()
 
 
+@settings(deadline=None)
 @given(cases())
 def test_assemble_inverts_shard(case: Any) -> None:
     shape, grid, layout = case
@@ -92,6 +95,7 @@ def test_assemble_inverts_shard(case: Any) -> None:
         assert torch.equal(layout.assemble(pieces, shape, grid), tensor)
 
 
+@settings(deadline=None)
 @given(cases(), st.integers(0, 2**31))
 def test_assemble_adds_partial_sums(case: Any, seed: int) -> None:
     shape, grid, layout = case
@@ -109,6 +113,7 @@ def test_assemble_adds_partial_sums(case: Any, seed: int) -> None:
     assert torch.equal(layout.assemble(pieces, shape, grid), sum(parts.values()))  # type: ignore[arg-type]
 
 
+@settings(deadline=None)
 @given(cases(uneven=False))
 def test_local_and_global_shapes_invert(case: Any) -> None:
     shape, grid, layout = case
@@ -119,6 +124,7 @@ def test_local_and_global_shapes_invert(case: Any) -> None:
     assert all(layout.valid_shape(shape, grid, i) == local for i in range(grid.size))
 
 
+@settings(deadline=None)
 @given(cases())
 def test_the_text_form_is_read_back(case: Any) -> None:
     _, _, layout = case
@@ -126,6 +132,7 @@ def test_the_text_form_is_read_back(case: Any) -> None:
     assert hash(Layout.parse(str(layout))) == hash(layout)
 
 
+@settings(deadline=None)
 @given(cases())
 def test_axes_are_accounted_for(case: Any) -> None:
     _, grid, layout = case
@@ -133,6 +140,7 @@ def test_axes_are_accounted_for(case: Any) -> None:
     assert sorted(parts) == sorted(grid.axes)
 
 
+@settings(deadline=None)
 @given(st.data())
 def test_merging_changes_no_piece(data: Any) -> None:
     """`from_factors` is canonical: it owns what the factors say, and merging again changes nothing."""
@@ -188,9 +196,7 @@ def test_names_stand_for_sizes() -> None:
     read = Layout.parse("[(3 h:y d), k:zx]", sizes={"h": 12, "d": 64})
     assert read == Layout(((Factor(3, ()), Factor(12, ("y",)), Factor(64, ())), (Factor(0, ("z", "x")),)))
     assert Layout.parse("[b:x, s:-, h:]") == Layout.of("x", "", "")
-    assert Layout.parse("[(b:x s:-)]", sizes={"b": 4, "s": 8}) == Layout(
-        ((Factor(4, ("x",)), Factor(8, ())),)
-    )
+    assert Layout.parse("[(b:x s:-)]", sizes={"b": 4, "s": 8}) == Layout(((Factor(4, ("x",)), Factor(8, ())),))
 
 
 @pytest.mark.parametrize(

@@ -1,11 +1,12 @@
 """Changes of layout, proved: every step, every pair of placements, and every mix of readers of one value.
 
 What is proved of one step is this. Forward: given *any* pieces that represent a value in the placement before
-(arbitrary addends where it is partial), the pieces after represent the same value. Backward: given any pieces that
-represent a gradient (arbitrary addends where the reader is V), the result represents the same gradient before. Both
-are what the next step assumes, so routes of such steps are right, and so are sums over several readers.
+(arbitrary addends where it is partial), the pieces after represent the same value. Backward: given any pieces
+that represent a gradient (arbitrary addends where the reader is V), the result represents the same gradient
+before. Both are what the next step assumes, so routes of such steps are right, and so are sums over several
+readers.
 
-The steps are run as the rewrite emits them, after differentiation, on all ranks in lock-step, in whole numbers.
+The steps are run as the rewrite emits them, differentiated, on all ranks in lock-step, in whole numbers.
 """
 
 from __future__ import annotations
@@ -23,13 +24,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.fx import Graph, GraphModule
 
-from autopar3d.collectives import Collective, collectives
+from autopar3d.collectives import Collective, collectives, gather, regroup
 from autopar3d.factors import Factors, ValueShape
 from autopar3d.grid import Grid
 from autopar3d.hardware import PROFILES
 from autopar3d.lockstep import run_lockstep
 from autopar3d.passes.differentiate import differentiate
-from autopar3d.passes.rewrite import rewrite
+from autopar3d.passes.rewrite import LocalProgram, rewrite
 from autopar3d.plan import Decisions
 from autopar3d.program import Argument, Program, Result
 from autopar3d.redistribute import State, Step, Transfer, route, transfers
@@ -47,7 +48,7 @@ class Journey(NamedTuple):
     copy: State | None = None
 
 
-# -- values on a grid ----------------------------------------------------------------------------------------------
+# -- values on a grid ----------------------------------------------------------------------------------------
 
 
 def shape_of(dims: Dims) -> tuple[int, ...]:
@@ -73,9 +74,7 @@ def represent(
     return found
 
 
-def represents(
-    pieces: Sequence[torch.Tensor], tensor: torch.Tensor, dims: Dims, state: State, grid: Grid
-) -> bool:
+def represents(pieces: Sequence[torch.Tensor], tensor: torch.Tensor, dims: Dims, state: State, grid: Grid) -> bool:
     layout = ValueShape(dims, tensor.dtype).layout(State(state.atoms, state.partial), grid)
     for rank in range(grid.size):
         first = grid.index(
@@ -91,7 +90,7 @@ def of_gradient(state: State) -> State:
     return State(state.atoms, state.varying)
 
 
-# -- programs that do nothing but move values ----------------------------------------------------------------------
+# -- programs that do nothing but move values ----------------------------------------------------------------
 
 
 class Moved(NamedTuple):
@@ -137,7 +136,7 @@ def move(dims: Dims, journeys: Sequence[Journey], grid: Grid) -> Moved:
     local = rewrite(*program_of(dims, journeys, grid))
     cut = differentiate(local, [like] * len(journeys), [True] * len(journeys))
     assert cut.backward is not None and cut.gradients == tuple(range(len(journeys)))
-    # A copy that no reader takes is emitted and planned, and dropped by the differentiation: see the last test.
+    # A copy that no reader takes is emitted and planned, and dropped by differentiate: see the last test.
     emitted = [n for n in local.graph.graph.nodes if n.op == "call_function"]
     dead: set[Any] = set()
     for node in reversed(emitted):
@@ -202,7 +201,7 @@ def counted(moved: Moved) -> Counter[tuple[str, str, str]]:
     return found
 
 
-# -- every step ----------------------------------------------------------------------------------------------------
+# -- every step ----------------------------------------------------------------------------------------------
 
 
 def steps_between(pairs: Iterable[tuple[State, State]]) -> dict[tuple[State, State], Step]:
@@ -219,7 +218,7 @@ def steps_between(pairs: Iterable[tuple[State, State]]) -> dict[tuple[State, Sta
 
 
 def prove_steps(dims: Dims, grid: Grid, sample: int | None = None) -> set[str]:
-    """The kinds of steps met between all placements; with `sample`, so many steps drawn from as many routes."""
+    """The kinds of steps between all placements; with `sample`, of so many steps of as many routes."""
     found = states(tuple(n for d in dims for n in d), grid, "RPV")
     draw = random.Random(0)
     if sample is None:
@@ -259,7 +258,7 @@ def test_steps_of_many_atoms(dims: Dims) -> None:
     assert prove_steps(dims, Grid(2, 2, 2), sample=60) >= KINDS - {"regroup", "mask", "fork"}
 
 
-# -- routes --------------------------------------------------------------------------------------------------------
+# -- routes --------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(("atoms", "stride"), [((), 1), ((8,), 1), ((8, 8), 1), ((8, 8, 8), 211)])
@@ -286,17 +285,13 @@ def test_routes_move_the_smallest_tensors_they_can() -> None:
 def test_any_redistribution_of_any_value(data: Any) -> None:
     """Whole routes, on any grid, with any factors of a dim."""
     grid = data.draw(grids(8))
-    dims = data.draw(
-        st.sampled_from([((24,),), ((3, 8), (4,)), ((4, 6),), ((2, 3, 4), (12,)), ((), (12,)), ()])
-    )
+    dims = data.draw(st.sampled_from([((24,),), ((3, 8), (4,)), ((4, 6),), ((2, 3, 4), (12,)), ((), (12,)), ()]))
     found = states(tuple(n for d in dims for n in d), grid, "RPV")
-    pairs = data.draw(
-        st.lists(st.tuples(st.sampled_from(found), st.sampled_from(found)), min_size=1, max_size=6)
-    )
+    pairs = data.draw(st.lists(st.tuples(st.sampled_from(found), st.sampled_from(found)), min_size=1, max_size=6))
     prove(dims, [Journey(a, (b,)) for a, b in pairs], grid)
 
 
-# -- mixed readers -------------------------------------------------------------------------------------------------
+# -- mixed readers -------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("sizes", [(2, 1, 1), (1, 3, 1)])
@@ -323,7 +318,7 @@ def test_every_mix_of_readers_through_a_shared_copy() -> None:
         Journey(home, targets, copy)
         for home in found
         for copy in copies
-        for targets in itertools.combinations_with_replacement(found, 2)
+        for targets in itertools.combinations(found, 2)
     ]
     prove(((4,),), mixes, grid)
 
@@ -332,11 +327,9 @@ def test_pairs_of_readers_on_two_axes() -> None:
     grid = Grid(2, 2, 1)
     found = states((4, 4), grid, "RPV")
     mixes = [
-        Journey(home, targets)
-        for home in states((4, 4), grid, "RP")
-        for targets in itertools.combinations(found, 2)
+        Journey(home, targets) for home in states((4, 4), grid, "RP") for targets in itertools.combinations(found, 2)
     ]
-    prove(((4,), (4,)), mixes[:: len(mixes) // 100], grid)
+    prove(((4,), (4,)), mixes[:: len(mixes) // 60], grid)
 
 
 @settings(max_examples=10, deadline=None)
@@ -360,22 +353,14 @@ def test_readers_that_share_a_placement_share_its_collectives() -> None:
     grid = Grid(2, 2, 2)
     shard, copy = State((("y", "x"), ("z",))), State((("y",), ("z",)), (), ("x",))
     one, three = (move(((8,), (8,)), [Journey(shard, (copy,) * n)], grid) for n in (1, 3))
-    assert (
-        counted(one)
-        == counted(three)
-        == {("all_gather", "x", "forward"): 8, ("reduce_scatter", "x", "backward"): 8}
-    )
+    assert counted(one) == counted(three) == {("all_gather", "x", "forward"): 8, ("reduce_scatter", "x", "backward"): 8}
 
 
-# -- prices --------------------------------------------------------------------------------------------------------
+# -- prices --------------------------------------------------------------------------------------------------
 
 
-def read_nonlinearly(
-    dims: Dims, source: State, target: State, grid: Grid
-) -> tuple[list[Collective], list[Collective]]:
+def read_nonlinearly(dims: Dims, source: State, target: State, grid: Grid) -> tuple[list[Collective], list[Collective]]:
     """Collectives of forward and backward where the reader's backward needs the moved value."""
-    from autopar3d import collectives as ops
-
     graph = Graph()
     node = local = graph.placeholder("v")
     value, now = ValueShape(dims, torch.float64), source
@@ -385,16 +370,13 @@ def read_nonlinearly(
     atom = step.atom if step.kind == "gather" else 0
     dim, position = value.place(atom)
     first = atom - position
-    outer = math.prod(
-        n // grid.extent(a) for n, a in zip(value.atoms[first:atom], now.atoms[first:atom], strict=True)
-    )
+    outer = math.prod(n // grid.extent(a) for n, a in zip(value.atoms[first:atom], now.atoms[first:atom], strict=True))
     if step.kind == "gather":
-        local = graph.call_function(ops.gather, (node, dim, outer, group, size, step.varying))
+        local = graph.call_function(gather, (node, dim, outer, group, size, step.varying))
     else:
-        local = graph.call_function(ops.regroup, (node, dim, outer, group, size))
+        local = graph.call_function(regroup, (node, dim, outer, group, size))
     local.meta["regather"] = True
     graph.output((graph.call_function(torch.ops.aten.sin.default, (local,)),))
-    from autopar3d.passes.rewrite import LocalProgram
 
     program = LocalProgram(GraphModule(torch.nn.Module(), graph), (), (), ())
     cut = differentiate(program, [torch.empty(shape_of(dims), dtype=torch.float64)], [True])
@@ -435,9 +417,8 @@ def test_a_regroup_that_finds_nothing_to_scatter_over_reduces() -> None:
     assert counted(moved) == totals(moved.planned)
 
 
-@pytest.mark.xfail(strict=True, reason="rewrite plans the transfers of a shared copy that no reader takes")
 def test_a_shared_copy_that_no_reader_takes_costs_nothing() -> None:
-    """Home is partial, so are both readers, and the shared copy may not be: each takes the home value itself."""
+    """Home and both readers are partial, which the shared copy may not be: they take the home value."""
     home = State(((),), ("x",))
     grid, dims = Grid(2, 1, 1), ((4,),)
     local = rewrite(*program_of(dims, [Journey(home, (home, home), State(((),)))], grid))

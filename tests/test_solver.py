@@ -118,6 +118,7 @@ def test_a_problem_without_vertices() -> None:
     assert Problem().solve().cost == 0
 
 
+@settings(deadline=None)
 @given(st.integers(1, 4), st.integers(1, 4), st.integers(1, 4), st.data())
 def test_min_plus(i: int, k: int, j: int, data: Any) -> None:
     def matrix(rows: int, columns: int) -> np.ndarray:

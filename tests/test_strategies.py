@@ -7,6 +7,7 @@ from dataclasses import replace
 
 import pytest
 from hypothesis import given as hypothesis_given
+from hypothesis import settings
 from hypothesis import strategies as st
 
 from autopar3d.grid import Grid
@@ -33,9 +34,7 @@ def test_a_linear_has_193_strategies_on_three_axes() -> None:
     assert len(found) == len(set(found)) == 193
 
 
-@pytest.mark.parametrize(
-    ("sizes", "count"), [((1, 1, 1), 1), ((8, 1, 1), 5), ((4, 2, 1), 29), ((1, 2, 2), 29)]
-)
+@pytest.mark.parametrize(("sizes", "count"), [((1, 1, 1), 1), ((8, 1, 1), 5), ((4, 2, 1), 29), ((1, 2, 2), 29)])
 def test_axes_of_size_one_hold_nothing(sizes: tuple[int, int, int], count: int) -> None:
     """Four factors or none; both axes: 4 * 4 places and, on one factor, two orders."""
     assert len(strategies(LINEAR, Grid(*sizes))) == count
@@ -54,6 +53,7 @@ def test_work_that_no_axis_divides_is_repeated_as_little_as_can_be() -> None:
     assert strategies(odd, Grid(11, 1, 1), repeat=False) == [Strategy()]
 
 
+@settings(deadline=None)
 @hypothesis_given(grids(24), st.lists(st.sampled_from([1, 2, 3, 4, 6, 12]), min_size=4, max_size=4))
 def test_all_legal_strategies_and_no_others(grid: Grid, sizes: list[int]) -> None:
     spec = replace(LINEAR, sizes=dict(zip("bskn", sizes, strict=True)))
@@ -88,14 +88,12 @@ def test_a_linear_op_also_passes_partial_sums() -> None:
     half = Strategy((("h", ("y",)),), ("x",))
     assert half in found and str(half) == "h:y +x"
     state = State(((), ("y",)), ("x",))
-    assert (
-        needed(spec, half, 0, grad=True) == needed(spec, half, 1, grad=True) == given(spec, half, 0) == state
-    )
+    assert needed(spec, half, 0, grad=True) == needed(spec, half, 1, grad=True) == given(spec, half, 0) == state
     assert all(not s.through for s in strategies(replace(spec, linear=False), Grid(2, 2, 1)))
     assert all(not s.through for s in strategies(spec, Grid(2, 2, 1), through=False))
 
 
-# -- needed and given: the paper's roles on a linear ---------------------------------------------------------------
+# -- needed and given: the paper's roles on a linear ---------------------------------------------------------
 
 
 def test_the_roles_of_a_linear() -> None:
@@ -134,7 +132,7 @@ def test_a_reduction_that_the_lowering_finishes_leaves_no_partial_sum() -> None:
     assert given(replace(spec, complete=frozenset()), strategy(h="x"), 0) == State(((),), ("x",))
 
 
-# -- placements of a value ----------------------------------------------------------------------------------------
+# -- placements of a value -----------------------------------------------------------------------------------
 
 
 def test_states_are_all_legal_placements() -> None:

@@ -5,13 +5,13 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cache
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
-from torch.fx import GraphModule, Node
+from torch.fx import Graph, GraphModule, Node
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils._pytree import tree_leaves
 
@@ -65,14 +65,14 @@ def test_weights_are_gathered_under_the_matmul_before() -> None:
 
     assert steps(scheduled(graph_of(forward, (8, 8), (4, 8), (8, 4)))) == (
         "%all_gather_into_tensor = all_gather_into_tensor(%v_1, 2, ap3d_y_2x2x2)\n"
-        "%all_gather_into_tensor_1 = all_gather_into_tensor(%w_1, 2, ap3d_y_2x2x2)\n"
         "%wait_tensor = wait_tensor(%all_gather_into_tensor)\n"
+        "%all_gather_into_tensor_1 = all_gather_into_tensor(%w_1, 2, ap3d_y_2x2x2)\n"
         "%mm = aten.mm(%x_1, %wait_tensor)\n"
         "%relu = aten.relu(%mm)\n"
         "%wait_tensor_1 = wait_tensor(%all_gather_into_tensor_1)\n"
-        "%view = aten.view(%wait_tensor_1, [2, 8, 4])\n"
-        "%permute = aten.permute(%view, [1, 0, 2])\n"
-        "%clone = aten.clone(%permute, memory_format=torch.contiguous_format)\n"
+        "%view = aten.view(%wait_tensor_1, [2, 8, 1, 4])\n"
+        "%permute = aten.permute(%view, [1, 2, 0, 3])\n"
+        "%clone = aten.clone(%permute, memory_format=contiguous_format)\n"
         "%_unsafe_view = aten._unsafe_view(%clone, [8, 8])\n"
         "%mm_1 = aten.mm(%relu, %_unsafe_view)\n"
         "return %mm_1"
@@ -85,7 +85,25 @@ def test_gradient_of_the_input_travels_under_the_weights() -> None:
         dw = _reduce_scatter(x @ grad, 0, 1, Y, 2)
         return torch.relu(dx) @ w, dw
 
-    assert steps(scheduled(graph_of(backward, (8, 8), (8, 8), (8, 8)))) == ""
+    assert steps(scheduled(graph_of(backward, (8, 8), (8, 8), (8, 8)))) == (
+        "%mm = aten.mm(%grad_1, %w_1)\n"
+        "%view = aten.view(%mm, [1, 2, 4, 8])\n"
+        "%permute = aten.permute(%view, [1, 0, 2, 3])\n"
+        "%view_1 = aten.view(%permute, [2, 4, 8])\n"
+        "%reduce_scatter_tensor = reduce_scatter_tensor(%view_1, sum, 2, ap3d_x_2x2x2)\n"
+        "%mm_1 = aten.mm(%x_1, %grad_1)\n"
+        "%view_3 = aten.view(%mm_1, [1, 2, 4, 8])\n"
+        "%permute_1 = aten.permute(%view_3, [1, 0, 2, 3])\n"
+        "%view_4 = aten.view(%permute_1, [2, 4, 8])\n"
+        "%reduce_scatter_tensor_1 = reduce_scatter_tensor(%view_4, sum, 2, ap3d_y_2x2x2)\n"
+        "%wait_tensor = wait_tensor(%reduce_scatter_tensor)\n"
+        "%view_2 = aten.view(%wait_tensor, [4, 8])\n"
+        "%relu = aten.relu(%view_2)\n"
+        "%mm_2 = aten.mm(%relu, %w_1)\n"
+        "%wait_tensor_1 = wait_tensor(%reduce_scatter_tensor_1)\n"
+        "%view_5 = aten.view(%wait_tensor_1, [4, 8])\n"
+        "return [%mm_2, %view_5]"
+    )
 
 
 def test_random_numbers_are_drawn_in_order() -> None:
@@ -112,25 +130,43 @@ def test_order_that_edges_do_not_tell_is_kept() -> None:
 
 
 def layers(count: int) -> GraphModule:
-    """A deep stack, forward and backward in one graph, with some 45 nodes a layer."""
+    """A deep stack, forward and backward in one graph, built by hand because tracing takes seconds."""
+    square, half = (torch.empty(shape, device="meta") for shape in ((64, 64), (32, 64)))
+    graph = Graph()
 
-    def run(x: Tensor, *weights: Tensor) -> list[Tensor]:
-        saved, grads = [], []
-        for w in weights:
-            saved.append(x)
-            x = torch.relu(_reduce_scatter(x @ _gather(w, 1, 1, Y, 2), 1, 1, X, 2).repeat(1, 2))
-        for w, x_in in zip(reversed(weights), reversed(saved), strict=True):
-            whole = _gather(w, 1, 1, Y, 2)
-            grad = x.repeat(1, 1)
-            x = _reduce_scatter(grad @ whole.t(), 1, 1, X, 2).repeat(1, 2)
-            grads.append(_reduce_scatter(x_in.t() @ grad, 1, 1, Y, 2))
-        return grads
+    def call(target: Any, *args: Any, val: Tensor = square) -> Node:
+        node = graph.call_function(target, args)
+        node.meta["val"] = val
+        return node
 
-    return graph_of(run, (8, 8), *[(8, 4)] * count)
+    def gathered(shard: Node) -> Node:
+        whole = call(c10d.wait_tensor.default, call(c10d.all_gather_into_tensor.default, shard, 2, Y))
+        return call(aten.clone.default, call(aten.t.default, whole))
+
+    def reduced(node: Node) -> Node:
+        formed = call(aten.clone.default, call(aten.t.default, node))
+        start = call(c10d.reduce_scatter_tensor.default, formed, "sum", 2, X, val=half)
+        return call(aten.view.default, call(c10d.wait_tensor.default, start, val=half), [32, 64], val=half)
+
+    x = graph.placeholder("x")
+    weights = [graph.placeholder(f"w{i}") for i in range(count)]
+    for node, val in ((x, square), *((w, half) for w in weights)):
+        node.meta["val"] = val
+    saved, grads = [], []
+    for w in weights:
+        saved.append(x)
+        part = reduced(call(aten.mm.default, x, gathered(w)))
+        x = call(aten.relu.default, call(aten.repeat.default, part, [2, 1]))
+    for w, before in zip(reversed(weights), reversed(saved), strict=True):
+        grad = call(aten.mul.Tensor, x, before)
+        x = call(aten.repeat.default, reduced(call(aten.mm.default, grad, gathered(w))), [2, 1])
+        grads.append(reduced(call(aten.mm.default, call(aten.t.default, before), grad)))
+    graph.output(tuple(grads))
+    return GraphModule(torch.nn.Module(), graph)
 
 
 def test_time_is_linear_in_nodes() -> None:
-    module = layers(250)
+    module = layers(400)
     assert len(module.graph.nodes) > 10_000
     began = time.process_time()
     found = scheduled(module)
@@ -152,7 +188,7 @@ class Emitted:
     loss: int
 
 
-@lru_cache(maxsize=None)
+@cache
 def emitted(name: str, scheme: str, grid: Grid = GRID) -> Emitted:
     make_model, make_inputs = MODELS[name]
     model, (args, kwargs) = make_model(torch.float64), make_inputs(torch.float64)
@@ -182,13 +218,12 @@ def emitted(name: str, scheme: str, grid: Grid = GRID) -> Emitted:
     found = differentiate(local, values, [a.requires_grad for a in program.arguments], seeds=[loss])
     assert found.backward is not None
     pieces = [
-        [layout.shard(v, grid, r) for r in range(grid.size)]
-        for layout, v in zip(local.arguments, values, strict=True)
+        [layout.shard(v, grid, r) for r in range(grid.size)] for layout, v in zip(local.arguments, values, strict=True)
     ]
     return Emitted(found.forward, found.backward, pieces, found.results, loss)
 
 
-CASES = [("mlp", "3d"), ("gpt", "3d"), ("gpt", "auto"), ("gpt", "zero3")]
+CASES = [("mlp", "3d"), ("mlp", "zero3"), ("gpt", "3d")]
 
 
 def pairs(name: str, scheme: str, grid: Grid = GRID) -> list[tuple[GraphModule, GraphModule]]:
@@ -239,9 +274,8 @@ def test_memory_stays_within_the_bound(name: str, scheme: str, memory: float) ->
 
 
 @pytest.mark.parametrize("hardware", ["cpu", "h100"])
-@pytest.mark.parametrize("scheme", ["3d", "auto"])
-def test_gpt_hides_its_weights_and_their_gradients(scheme: str, hardware: str) -> None:
-    case = emitted("gpt", scheme)
+def test_gpt_hides_its_weights_and_their_gradients(hardware: str) -> None:
+    case = emitted("gpt", "3d")
     for given in (case.forward, case.backward):
         found = overlap(given, GRID, PROFILES[hardware])
         nodes = list(found.graph.nodes)
@@ -253,7 +287,7 @@ def test_gpt_hides_its_weights_and_their_gradients(scheme: str, hardware: str) -
         assert all(feeds(n, first_heavy) for n in early), early
         gradients = [n for n in nodes if is_start(n) and "reduce_scatter" in n.name and to_output(n)]
         assert [n for n in gradients if not covered[n]] in ([], gradients[-1:])
-        assert scheme == "auto" or len(gathers) > len(early) + 5
+        assert len(early) <= 1 < 20 < len(gathers)
         before, after = (timeline(g, GRID, PROFILES[hardware]) for g in (given, found))
         assert after.exposed_seconds < before.exposed_seconds
 

@@ -1,0 +1,147 @@
+"""The documentation runs, prints what it says it prints, and links to what exists.
+
+A Python block runs, after those above it in its file and in their namespace. `<!-- output -->` before a text block
+says that it is what the Python block before it prints; `<!-- not run: why -->` before a Python block, that it only has
+to be valid Python. After a change that alters what is printed, `python -m tests.test_docs` writes the blocks anew.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import os
+import re
+import sys
+import tempfile
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+import torch
+
+from autopar3d.rules import RULES
+
+ROOT = Path(__file__).resolve().parent.parent
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+
+
+@dataclass(frozen=True)
+class Block:
+    """A fenced block. `first` is the number (from 0) of its first line, `note` the HTML comment right before it."""
+
+    language: str
+    note: str
+    first: int
+    text: str
+
+
+def blocks(page: str) -> list[Block]:
+    """All fenced blocks, those in lists too."""
+    found = []
+    lines = page.split("\n")
+    i, note = 0, ""
+    while i < len(lines):
+        fence = re.fullmatch(r"(\s*)```(\w*)", lines[i])
+        if fence:
+            indent, language = fence.groups()
+            end = next(j for j in range(i + 1, len(lines)) if lines[j] == f"{indent}```")
+            body = "\n".join(line.removeprefix(indent) for line in lines[i + 1 : end])
+            found.append(Block(language, note, i + 1, body))
+            i, note = end, ""
+        elif lines[i].strip():
+            comment = re.fullmatch(r"\s*<!-- (.*) -->", lines[i])
+            note = comment[1] if comment else ""
+        i += 1
+    return found
+
+
+def run(page: Path) -> Iterator[tuple[Block, str]]:
+    """Run a page's Python blocks; each block that shows an output, with what was printed."""
+    namespace = {"__name__": "page"}
+    printed = ""
+    for block in blocks(page.read_text()):
+        if block.language == "python":
+            # Empty lines in front, so that a traceback has the page's line numbers.
+            code = compile("\n" * block.first + block.text, str(page), "exec", dont_inherit=True)
+            if not block.note.startswith("not run: "):
+                with contextlib.redirect_stdout(io.StringIO()) as out:
+                    exec(code, namespace)
+                printed = out.getvalue()
+        elif block.note == "output":
+            yield block, _tidy(printed)
+
+
+def _tidy(text: str) -> str:
+    return "\n".join(line.rstrip() for line in text.rstrip().split("\n"))
+
+
+@contextlib.contextmanager
+def _undone() -> Iterator[None]:
+    """An empty working directory, one thread, and the table of rules as it was."""
+    rules, threads, here = dict(RULES), torch.get_num_threads(), Path.cwd()
+    with tempfile.TemporaryDirectory() as folder:
+        os.chdir(folder)
+        torch.set_num_threads(1)
+        try:
+            with torch.random.fork_rng():
+                yield
+        finally:
+            os.chdir(here)
+            torch.set_num_threads(threads)
+            RULES.clear()
+            RULES.update(rules)
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_python_runs(page: Path) -> None:
+    with _undone():
+        for block, printed in run(page):
+            where = f"{page.name}:{block.first + 1}"
+            assert printed == block.text, f"{where} shows what is no longer printed: python -m tests.test_docs"
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_links_exist(page: Path) -> None:
+    text = re.sub(r"```.*?```", "", page.read_text(), flags=re.DOTALL)
+    for target in re.findall(r"\]\(([^)\s]+)\)", text):
+        path, _, anchor = target.partition("#")
+        if not re.match(r"\w+:", target):
+            linked = (page.parent / path) if path else page
+            assert linked.exists(), f"{page.name} links to {target}"
+            assert not anchor or anchor in _anchors(linked), f"{page.name} links to {target}: no such heading"
+
+
+def _anchors(page: Path) -> set[str]:
+    """Of the headings, as GitHub makes them."""
+    headings = re.findall(r"^#+ (.*)$", page.read_text(), flags=re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_files_exist(page: Path) -> None:
+    text = page.read_text()
+    spans = re.findall(r"`([^`\n]+)`", re.sub(r"```.*?```", "", text, flags=re.DOTALL))
+    commands = [b.text for b in blocks(text) if b.language == "bash"]
+    for word in " ".join([*spans, *commands]).split():
+        path = word.strip("\"',;:()").partition("::")[0]
+        # Names with a folder of this repository in front; others are the reader's own.
+        if re.fullmatch(r"\.?[\w.-]+(/[\w.-]*)+", path) and (ROOT / path.split("/")[0]).is_dir():
+            assert (ROOT / path).exists(), f"{page.name} names {path}"
+
+
+def write() -> None:
+    """Put what is printed now into the blocks that show an output."""
+    for page in PAGES:
+        lines = page.read_text().split("\n")
+        with _undone():
+            shown = list(run(page))
+        for block, printed in reversed(shown):
+            if printed != block.text:
+                lines[block.first : block.first + len(block.text.split("\n"))] = printed.split("\n")
+                print(f"{page.name}:{block.first + 1} written", file=sys.stderr)
+        page.write_text("\n".join(lines))
+
+
+if __name__ == "__main__":
+    write()
