@@ -1,26 +1,30 @@
 """`ParallelModule`: the GraphModule that `compile` and `simulate` return.
 
-It holds the parameters under the model's own names, in a tree of modules shaped like the model's, so that optimizers,
+It holds the parameters under the model's own names, in a tree of parts shaped like the model's, so that optimizers,
 `clip_grad_norm_`, `state_dict` and `train()`/`eval()` of any part work as users know them. A call looks up the step
 planned for its shapes and modes, or plans one with the parameters' layouts as they are.
 """
 
 from __future__ import annotations
 
+import copy
 import operator
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 from torch import Tensor, nn
 from torch.fx import Graph, GraphModule
+from torch.optim import Optimizer
 from torch.utils._pytree import TreeSpec, tree_unflatten
 
-from .errors import StateError
+from . import state, tree
+from .collectives import collectives
+from .errors import InputError, StateError, TraceError
 from .execute import Entered, Executor, run_step
 from .layout import Layout
 from .passes.differentiate import Differentiated
-from .program import Argument
 from .pytrees import flatten_input
 from .step import Step
 
@@ -28,29 +32,61 @@ if TYPE_CHECKING:
     from .plan import Plan
 
 Key = tuple[Any, ...]
+Leaves = list[tuple[str, Any]]
 
 
-class Part(nn.Module):
-    """A submodule of the user's model, reduced to its parameters, buffers and train/eval flag."""
+class Engine:
+    """What makes steps for a module: the compiler's side, see `compiler.Compiler`."""
 
-    def __init__(self, kind: str) -> None:
-        super().__init__()
-        self.kind = kind
+    executor: Executor
+    device: torch.device
 
-    def _get_name(self) -> str:
-        return self.kind
+    def prepare(self, module: ParallelModule, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Prepared:
+        """Plan a call; the first time, give the module its tensors."""
+        raise NotImplementedError
 
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        raise StateError(f"{self.kind} is part of a parallel module and has no forward of its own; call the whole module")
+    def compare(self, leaves: Leaves) -> None:
+        """Refuse inputs that differ between ranks, if that is to be checked."""
+        raise NotImplementedError
 
 
 class Prepared:
-    """A step, ready to be called: its outer graph, and where its arguments live in the module."""
+    """A step, ready to be called: its outer graph, and the graphs for other seeds once they were needed."""
 
-    def __init__(self, step: Step, plan: Plan, variants: Callable[[tuple[int, ...]], Differentiated]) -> None:
-        self.step, self.plan = step, plan
-        self.variants = variants
+    def __init__(self, step: Step, plan: Plan, leaves: Leaves, make: Callable[[Step, tuple[int, ...]], Step]) -> None:
+        self.step, self.plan, self.leaves = step, plan, leaves
         self.outer: GraphModule = GraphModule(nn.Module(), Graph())
+        self.make = make
+        self._variants = {step.runs.tangents: step.runs}
+
+    def switch(self, seeds: tuple[int, ...]) -> Differentiated:
+        """Graphs for gradients that flow from these results; the next call runs them, expecting the same again."""
+        if seeds not in self._variants:
+            self._variants[seeds] = self.make(self.step, seeds).runs
+        self.step = replace(self.step, runs=self._variants[seeds])
+        return self.step.runs
+
+    def copied(self) -> Prepared:
+        """A copy with graphs of its own."""
+        runs = self.step.runs
+        backward = None if runs.backward is None else copy.deepcopy(runs.backward)
+        own = replace(
+            runs,
+            forward=copy.deepcopy(runs.forward),
+            backward=backward,
+            inference=copy.deepcopy(runs.inference),
+        )
+        return Prepared(replace(self.step, runs=own), self.plan, self.leaves, self.make)
+
+
+@dataclass
+class _Calls:
+    """What a parallel module remembers beside its tensors."""
+
+    engine: Engine
+    steps: dict[Key, Prepared] = field(default_factory=dict)
+    last: Prepared | None = None
+    uninitialized: state.Uninitialized = field(default_factory=state.Uninitialized)
 
 
 class ParallelModule(GraphModule):
@@ -61,14 +97,13 @@ class ParallelModule(GraphModule):
     step. `graph` is the whole call: inputs, their shards, one call of the two graphs, outputs.
     """
 
-    def __init__(self, engine: Engine) -> None:
-        super().__init__(nn.Module(), _empty_graph())
-        # Not a submodule, and nothing a state_dict should see.
-        object.__setattr__(self, "_engine", engine)
-        self._steps: dict[Key, Prepared] = {}
-        self._last: Prepared | None = None
+    def __init__(self, engine: Engine, model: nn.Module) -> None:
+        super().__init__(nn.Module(), _empty_graph(), class_name=model._get_name())
+        # One attribute, set past nn.Module, whose name no model uses: a parameter may be called as it likes.
+        self.__dict__["_ap3d"] = _Calls(engine)
+        tree.grow(self, model)
 
-    # -- what users look at ----------------------------------------------------------------------------------------
+    # -- what users look at --------------------------------------------------------------------------------
 
     @property
     def plan(self) -> Plan:
@@ -77,7 +112,11 @@ class ParallelModule(GraphModule):
 
     @property
     def forward_graph(self) -> GraphModule:
-        """What runs forward on this rank: local ops and collectives."""
+        """What runs forward on this rank: local ops and collectives.
+
+        A call under `torch.no_grad()` runs `inference_graph` instead. A backward from other outputs than planned
+        for makes new graphs, which this is from then on.
+        """
         return self._prepared.step.runs.forward
 
     @property
@@ -86,70 +125,139 @@ class ParallelModule(GraphModule):
         return self._prepared.step.runs.backward
 
     @property
+    def inference_graph(self) -> GraphModule:
+        """What runs when no gradient is wanted: `forward_graph` without what it keeps for backward."""
+        return self._prepared.step.runs.inference
+
+    @property
     def input_layouts(self) -> dict[str, Layout]:
-        """Per input the layout in which ranks pass it (with inputs="sharded") or cut it themselves."""
+        """Per input, by its path such as `args[0]`, the layout in which it enters the graphs.
+
+        With inputs="sharded" each rank passes its part by this layout; global inputs are cut by it.
+        """
         step = self._prepared.step
-        return {
-            a.names[0]: lay
-            for a, lay in zip(step.program.arguments, step.argument_layouts, strict=True)
-            if a.kind == "input"
-        }
+        pairs = zip(step.program.arguments, step.argument_layouts, strict=True)
+        return {a.names[0]: layout for a, layout in pairs if a.kind == "input"}
+
+    def __repr__(self) -> str:
+        calls = self.__dict__.get("_ap3d")
+        if calls is None:
+            return super().__repr__()
+        if calls.last is None:
+            return tree.describe(self, self._get_name(), _shape) + f"\nnot planned yet: {_UNPLANNED}"
+        step = calls.last.step
+        arguments = zip(step.program.arguments, step.argument_layouts, strict=True)
+        layouts = {id(_tensor(self, a.names[0])): str(lay) for a, lay in arguments if a.kind == "parameter"}
+        text = tree.describe(self, self._get_name(), lambda t: f"{_shape(t)} {layouts.get(id(t), '')}".rstrip())
+        text += f"\non grid {calls.engine.executor.grid}; what went where: print(par.plan)"
+        for name, graph in (("forward", step.runs.forward), ("backward", step.runs.backward)):
+            if graph is not None:
+                text += f"\n{name}_graph: {_summary(graph)}"
+        return text
+
+    __str__ = __repr__
 
     @property
     def _prepared(self) -> Prepared:
-        if self._last is None:
-            raise StateError(
-                "nothing is planned yet: pass example_inputs= to compile, or call the module once; "
-                "parameters are laid out by the plan, so create the optimizer after that"
-            )
-        return self._last
+        calls: _Calls = self.__dict__["_ap3d"]
+        if calls.last is None:
+            raise StateError(f"nothing is planned yet: {_UNPLANNED}")
+        return calls.last
 
-    def named_parameters(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Parameter]]:
-        self._prepared  # noqa: B018  (raises when there is no plan yet)
-        return super().named_parameters(*args, **kwargs)
-
-    def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
-        self._prepared  # noqa: B018
-        return super().state_dict(*args, **kwargs)
-
-    # -- calling -----------------------------------------------------------------------------------------------------
+    # -- calling -------------------------------------------------------------------------------------------
 
     def recompile(self) -> Any:
-        """Generate code from `graph`, as every GraphModule does.
+        """Make an edited `graph` run, as of every GraphModule.
 
-        The generated function takes the flat tensors; a user's call goes through `forward` below, which flattens.
+        The generated code takes the flat tensors; a user's call goes through `forward` below, which flattens.
         """
+        calls = self.__dict__.get("_ap3d")
+        if calls is not None and calls.last is not None:
+            code = calls.last.outer.recompile()
+            self.__dict__["_code"] = code.src
+            return code
         code = super().recompile()
-        cls = type(self)
-        object.__setattr__(self, "_flat_forward", cls.__dict__["forward"])
-        del cls.forward
+        del type(self).forward  # the generated one, of this object's own class
         return code
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
+        calls: _Calls = self.__dict__["_ap3d"]
         leaves, in_spec = flatten_input(args, kwargs)
-        tensors = [(path, leaf) for path, leaf in leaves if isinstance(leaf, Tensor)]
-        prepared = self._steps.get(self._key(in_spec, leaves))
+        _refuse_places(leaves, calls.engine.device)
+        calls.engine.compare(leaves)
+        prepared = calls.steps.get(self._key(in_spec, leaves))
         if prepared is None:
-            self.plan_for(*args, **kwargs)
-            prepared = self._prepared
-        if prepared is not self._last:
+            prepared = self._plan_call(args, kwargs)
+        calls.uninitialized.check()
+        if prepared is not calls.last:
             self._show(prepared)
-        flat = prepared.outer(*(leaf for _, leaf in tensors))
+        flat = prepared.outer(*(leaf for _, leaf in leaves if isinstance(leaf, Tensor)))
         return _rebuild(prepared.step, flat)
 
     def plan_for(self, *args: Any, **kwargs: Any) -> Plan:
-        """Plan a call without running it; only the tensors' shapes and dtypes are read."""
+        """Plan a call without running it; tensors are of global shape, and only shape and dtype are read.
+
+        Raises:
+            TraceError: the model cannot be made a graph for these inputs.
+        """
+        calls: _Calls = self.__dict__["_ap3d"]
         leaves, in_spec = flatten_input(args, kwargs)
-        prepared = self._engine.prepare(self, args, kwargs)
+        prepared = calls.engine.prepare(self, args, kwargs)
         self._show(prepared)
+        if calls.engine.executor.sharded_inputs:
+            leaves = [(path, self._part_of(path, leaf)) for path, leaf in leaves]
         # The key is made afterwards: the first planning creates the parameters that it names.
-        self._steps[self._key(in_spec, leaves)] = prepared
+        calls.steps[self._key(in_spec, leaves)] = prepared
         return prepared.plan
 
-    def _key(self, in_spec: TreeSpec, leaves: Sequence[tuple[str, Any]]) -> Key:
+    def _plan_call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Prepared:
+        """Plan a call of new shapes, structure or modes."""
+        calls: _Calls = self.__dict__["_ap3d"]
+        leaves, in_spec = flatten_input(args, kwargs)
+        known = calls.last
+        if calls.engine.executor.sharded_inputs:
+            args, kwargs = tree_unflatten(self._global(leaves), in_spec)
+        try:
+            self.plan_for(*args, **kwargs)
+        except TraceError as error:
+            differences = [] if known is None else _differences(flatten_input(args, kwargs)[0], known.leaves)
+            if not differences:
+                raise
+            listed = "\n  ".join(differences)
+            raise InputError(f"the call differs from the one planned:\n  {listed}\nand as it is, {error}") from error
+        return self._prepared
+
+    def _global(self, leaves: Leaves) -> list[Any]:
+        """Stand-ins of global shape for the parts of the inputs that this rank was passed."""
+        layouts = self.input_layouts if self.__dict__["_ap3d"].last else {}
+        found = []
+        for path, leaf in leaves:
+            if isinstance(leaf, Tensor):
+                layout = layouts.get(path)
+                if layout is None or layout.ndim != leaf.dim():
+                    raise InputError(
+                        f'input {path}: with inputs="sharded", global shapes follow from those planned, and none of '
+                        "this structure is: give compile example_inputs= of global shape, or call plan_for with them"
+                    )
+                shape = layout.global_shape(leaf.shape, self.__dict__["_ap3d"].engine.executor.grid)
+                leaf = torch.empty(shape, dtype=leaf.dtype, device="meta", requires_grad=leaf.requires_grad)
+            found.append(leaf)
+        return found
+
+    def _part_of(self, path: str, leaf: Any) -> Any:
+        """A stand-in of the shape that each rank passes."""
+        if not isinstance(leaf, Tensor):
+            return leaf
+        grid = self.__dict__["_ap3d"].engine.executor.grid
+        shape = self.input_layouts[path].local_shape(leaf.shape, grid)
+        return torch.empty(shape, dtype=leaf.dtype, device="meta", requires_grad=leaf.requires_grad)
+
+    def _key(self, in_spec: TreeSpec, leaves: Leaves) -> Key:
         """Equal for two calls that one step serves."""
         signature = tuple(
-            (tuple(leaf.shape), leaf.dtype, leaf.requires_grad) if isinstance(leaf, Tensor) else leaf
+            (tuple(leaf.shape), leaf.dtype, leaf.requires_grad)
+            if isinstance(leaf, Tensor)
+            else (type(leaf), leaf)
             for _, leaf in leaves
         )
         modes = tuple(m.training for m in self.modules())
@@ -158,75 +266,126 @@ class ParallelModule(GraphModule):
 
     def _show(self, prepared: Prepared) -> None:
         """Let `graph` and `code` be those of the step that runs."""
-        self._last = prepared
-        self._graph = prepared.outer.graph
-        self._code = prepared.outer.code
+        self.__dict__["_ap3d"].last = prepared
+        self.__dict__["_graph"] = prepared.outer.graph
+        self.__dict__["_code"] = prepared.outer.code
 
-    # -- holding tensors -----------------------------------------------------------------------------------------------
+    # -- state: see `state` --------------------------------------------------------------------------------
 
-    def _grow(self, kinds: Mapping[str, str]) -> None:
-        """Make the tree of parts: `kinds` maps every module path of the model to its class name."""
-        for path, kind in kinds.items():
-            if path:
-                parent, _, leaf = path.rpartition(".")
-                # Straight into the tables: a part may be called `graph` or `code`, which attributes refuse.
-                self._part(parent)._modules[leaf] = Part(kind)
+    def named_parameters(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Parameter]]:
+        """As of every module: DTensors on real ranks, full tensors in simulation.
 
-    def _part(self, path: str) -> nn.Module:
-        part: nn.Module = self
-        for leaf in path.split(".") if path else ():
-            child = part._modules[leaf]
-            assert child is not None
-            part = child
-        return part
+        Raises:
+            StateError: nothing is planned yet.
+        """
+        self._prepared  # noqa: B018
+        return super().named_parameters(*args, **kwargs)
 
-    def _hold(self, argument: Argument, tensor: Tensor) -> None:
-        """Register a parameter or buffer under all its names."""
-        for name in argument.names:
-            path, _, leaf = name.rpartition(".")
-            part = self._part(path)
-            if isinstance(tensor, nn.Parameter):
-                part._parameters[leaf] = tensor
-            else:
-                part._buffers[leaf] = tensor
-                if not argument.persistent:
-                    part._non_persistent_buffers_set.add(leaf)
+    def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
+        """As of every module, under the model's own names: DTensors on real ranks, full tensors in simulation.
 
-    def _held(self, name: str) -> Tensor:
-        path, _, leaf = name.rpartition(".")
-        part = self._part(path)
-        found = part._parameters.get(leaf)
-        if found is None:
-            found = part._buffers[leaf]  # type: ignore[assignment]
-        assert found is not None
-        return found
+        Raises:
+            StateError: nothing is planned yet.
+        """
+        self._prepared  # noqa: B018
+        return super().state_dict(*args, **kwargs)
+
+    def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
+        """Load a full state dict of the plain model, or a sharded one, of any grid over these ranks.
+
+        Every rank passes the whole of the dict. A tied tensor may come under one of its names only.
+
+        Args:
+            assign: the values are copied all the same, so that optimizers keep their parameters; but a dtype that
+                differs is an error.
+
+        Raises:
+            StateError: something does not fit (all of it is listed, nothing is loaded), or nothing is planned yet.
+        """
+        self._prepared  # noqa: B018
+        return state.load(self, state_dict, strict=strict, assign=assign)
+
+    def full_state_dict(self) -> dict[str, Tensor]:
+        """What the plain model's `load_state_dict` takes: plain CPU tensors, on every rank. All ranks must call it.
+
+        Raises:
+            StateError: nothing is planned yet.
+        """
+        self._prepared  # noqa: B018
+        return state.full_state_dict(self)
+
+    def full_optim_state_dict(self, optimizer: Optimizer) -> dict[str, Any]:
+        """What the same optimizer over the plain model's parameters loads, on every rank. All ranks must call it."""
+        return state.full_optimizer_state(optimizer)
+
+    def load_full_optim_state_dict(self, optimizer: Optimizer, state_dict: Mapping[str, Any]) -> None:
+        """The way back: load the plain optimizer's state dict into one over these parameters.
+
+        Raises:
+            StateError: it is of other groups or shapes.
+        """
+        state.load_full_optimizer_state(self, optimizer, state_dict)
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> ParallelModule:
+        """Refuse `.to()`, `.half()`, `.cuda()` and the like, unless they change nothing."""
+        for _, tensor in tree.held(self):
+            probe = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
+            made = fn(probe)
+            if made.dtype != probe.dtype or made.device != probe.device:
+                raise StateError(
+                    f"a parallel module cannot change to {made.dtype} on {made.device}: its graphs are made for "
+                    f"{probe.dtype} on {probe.device}; convert the model, then compile it"
+                )
+        return self
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> ParallelModule:
+        """An independent copy: tensors, gradients and graphs of its own. On real ranks all of them make it."""
+        calls: _Calls = self.__dict__["_ap3d"]
+        if calls.last is None:
+            raise StateError(f"nothing is planned yet, so there is nothing to copy: {_UNPLANNED}")
+        made = ParallelModule(calls.engine, self)
+        memo[id(self)] = made
+        copies = state.copy_tensors(self, memo)
+        state.hold_copies(made, self, copies)
+        own: _Calls = made.__dict__["_ap3d"]
+        own.uninitialized = calls.uninitialized.copied(copies)
+        for key, prepared in calls.steps.items():
+            own.steps[key] = again = prepared.copied()
+            bind(made, again, calls.engine.executor)
+            if prepared is calls.last:
+                made._show(again)
+        return made
+
+    def __copy__(self) -> NoReturn:
+        raise StateError("a shallow copy would share its tensors with the original; use copy.deepcopy")
+
+    def __reduce_ex__(self, protocol: Any) -> NoReturn:
+        raise StateError(
+            "a parallel module cannot be pickled, as its graphs belong to running processes: save state_dict() (with "
+            "torch.distributed.checkpoint) or full_state_dict(), compile the model again, and load"
+        )
 
 
-class Engine:
-    """What makes steps for a module: the compiler's side, see `compiler.Compiler`."""
-
-    executor: Executor
-
-    def prepare(self, module: ParallelModule, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Prepared:
-        raise NotImplementedError
+_UNPLANNED = (
+    "pass example_inputs= to compile, or call the module once; the plan lays the parameters out, so make the "
+    "optimizer, and read or load state, after that"
+)
 
 
 def bind(module: ParallelModule, prepared: Prepared, executor: Executor) -> None:
     """Build the outer graph of a step: inputs, their shards, one call of the two graphs, outputs."""
     step = prepared.step
     graph = Graph()
-    shards, layouts = [], []
-    inputs = [
-        (a, lay) for a, lay in zip(step.program.arguments, step.argument_layouts, strict=True) if a.kind == "input"
-    ]
-    placeholders = [graph.placeholder(a.node) for a, _ in inputs]
-    for placeholder, (argument, layout) in zip(placeholders, inputs, strict=True):
-        layouts.append(layout)
-        shards.append(graph.call_function(_Shard(executor, layout), (placeholder, str(layout)), name=f"{argument.node}_local"))
+    shards = []
+    pairs = zip(step.program.arguments, step.argument_layouts, strict=True)
+    inputs = [(argument.node, layout) for argument, layout in pairs if argument.kind == "input"]
+    placeholders = [graph.placeholder(name) for name, _ in inputs]
+    for placeholder, (name, layout) in zip(placeholders, inputs, strict=True):
+        shard = _Shard(executor, layout)
+        shards.append(graph.call_function(shard, (placeholder, str(layout)), name=f"{name}_local"))
     run = graph.call_function(_RunGraphs(module, prepared, executor), tuple(shards), name="run")
-    names = [r.name for r in step.program.results if r.node is not None and r.kind == "output"]
-    outputs = [graph.call_function(operator.getitem, (run, i)) for i in range(len(names))]
-    graph.output(tuple(outputs))
+    results = [r for r in step.program.results if r.node is not None and r.kind == "output"]
+    graph.output(tuple(graph.call_function(operator.getitem, (run, i)) for i in range(len(results))))
     prepared.outer = GraphModule(nn.Module(), graph)
 
 
@@ -239,7 +398,7 @@ class _Shard:
 
     def __call__(self, tensor: Tensor, layout: str) -> Tensor | Entered:
         # One that wants a gradient must stay a tensor until autograd has seen it.
-        return tensor if tensor.requires_grad else Entered(self.executor.enter(tensor, self.layout))
+        return tensor if tensor.requires_grad else Entered(self.executor.enter_input(tensor, self.layout))
 
 
 class _RunGraphs:
@@ -248,35 +407,30 @@ class _RunGraphs:
     def __init__(self, module: ParallelModule, prepared: Prepared, executor: Executor) -> None:
         self.prepared, self.executor = prepared, executor
         self.__name__, self.__qualname__ = "forward_and_backward", "forward_and_backward"
-        self.slots: list[tuple[dict[str, Any], str] | Tensor | None] = []
-        for argument in prepared.step.program.arguments:
+        program = prepared.step.program
+        results = [r for r in program.results if r.node is not None]
+        self.outputs = [i for i, r in enumerate(results) if r.kind == "output"]
+        self.updated = {i: tree.slot(module, r.name) for i, r in enumerate(results) if r.kind == "buffer"}
+        # Per argument of the program: a table and a key in it, a constant, or None for the next input.
+        self.slots: list[tree.Slot | Tensor | None] = []
+        for argument in program.arguments:
             if argument.kind == "input":
                 self.slots.append(None)
             elif argument.kind == "constant":
-                self.slots.append(prepared.step.program.constants[argument.node])
+                self.slots.append(program.constants[argument.node])
             else:
-                path, _, leaf = argument.names[0].rpartition(".")
-                part = module._part(path)
-                table = part._parameters if argument.kind == "parameter" else part._buffers
-                self.slots.append((table, leaf))
-        results = [r for r in prepared.step.program.results if r.node is not None]
-        self.outputs = [i for i, r in enumerate(results) if r.kind == "output"]
-        self.buffers = []
-        for i, r in enumerate(results):
-            if r.kind == "buffer":
-                path, _, leaf = r.name.rpartition(".")
-                self.buffers.append((i, module._part(path)._buffers, leaf))
+                self.slots.append(tree.slot(module, argument.names[0]))
 
     def __call__(self, *shards: Any) -> list[Tensor]:
         given = iter(shards)
         tensors = [
             next(given) if s is None else s[0][s[1]] if isinstance(s, tuple) else s for s in self.slots
         ]
-        grad = torch.is_grad_enabled()
-        results = run_step(self.prepared.step, self.executor, tensors, self.prepared.variants, grad=grad)
-        for i, table, leaf in self.buffers:
-            with torch.no_grad():
-                table[leaf].copy_(results[i])
+        results = run_step(self.prepared, self.executor, tensors, grad=torch.is_grad_enabled())
+        with torch.no_grad():
+            for i, (table, leaf) in self.updated.items():
+                # A new tensor would leave state dicts behind; the old values may be kept for backward, so they stay.
+                table[leaf].set_(results[i].detach().clone())
         return [results[i] for i in self.outputs]
 
 
@@ -287,9 +441,51 @@ def _rebuild(step: Step, flat: Sequence[Tensor]) -> Any:
     return tree_unflatten(leaves, step.program.out_spec)
 
 
+def _refuse_places(leaves: Leaves, device: torch.device) -> None:
+    wrong = [(p, t.device) for p, t in leaves if isinstance(t, Tensor) and t.device.type != device.type]
+    if wrong:
+        path, place = wrong[0]
+        raise InputError(f"input {path} is on {place}, the parameters are on {device}; move it there before the call")
+
+
+def _differences(given: Leaves, planned: Leaves) -> list[str]:
+    """Where a call differs from the one that was planned, in words."""
+    old, new = dict(planned), dict(given)
+    found = [f"{path} is missing; planned was {_kind(old[path])}" for path in old if path not in new]
+    for path, leaf in new.items():
+        if path not in old:
+            found.append(f"{path} is {_kind(leaf)}; nothing was planned there")
+        elif _kind(leaf) != _kind(old[path]):
+            found.append(f"{path} is {_kind(leaf)}; planned was {_kind(old[path])}")
+    return found
+
+
+def _kind(leaf: Any) -> str:
+    return f"{leaf.dtype} {tuple(leaf.shape)}" if isinstance(leaf, Tensor) else repr(leaf)
+
+
+def _shape(tensor: Tensor) -> str:
+    return f"{str(tensor.dtype).removeprefix('torch.')}{list(tensor.shape)}"
+
+
+def _summary(graph: GraphModule) -> str:
+    """`57 ops; all_gather x: 3, y: 2; ...`"""
+    counts: dict[str, dict[str, int]] = {}
+    for c in collectives(graph):
+        by_axis = counts.setdefault(c.kind, {})
+        by_axis[c.axis] = by_axis.get(c.axis, 0) + 1
+    kinds = [f"{k} {', '.join(f'{a}: {n}' for a, n in sorted(axes.items()))}" for k, axes in sorted(counts.items())]
+    ops = sum(n.op == "call_function" for n in graph.graph.nodes)
+    return "; ".join([f"{ops} ops", *(kinds or ["no collectives"])])
+
+
+def _tensor(module: nn.Module, name: str) -> Tensor:
+    table, leaf = tree.slot(module, name)
+    found: Tensor = table[leaf]
+    return found
+
+
 def _empty_graph() -> Graph:
     graph = Graph()
     graph.output(())
     return graph
-
-

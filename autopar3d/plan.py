@@ -239,11 +239,12 @@ class Plan:
         """
         if plain.get("format") != _FORMAT:
             raise PlanError(f"this is no plan of format {_FORMAT}: its format is {plain.get('format')!r}")
-        data = {k: v for k, v in plain.items() if k != "format"}
+        data: dict[str, Any] = {k: v for k, v in plain.items() if k != "format"}
         try:
             for name, kind in _PARTS.items():
                 data[name] = tuple(_restored(kind, item) for item in data[name])
-            return cls(**{k: tuple(v) if isinstance(v, list) else v for k, v in data.items()})
+            fields: dict[str, Any] = {k: tuple(v) if isinstance(v, list) else v for k, v in data.items()}
+            return cls(**fields)
         except (KeyError, TypeError) as error:
             raise PlanError(f"this plan is damaged: {error}") from error
 

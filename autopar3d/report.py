@@ -6,12 +6,14 @@ import hashlib
 import math
 from collections import Counter
 from collections.abc import Iterable, Sequence
+from typing import Any
 
 from torch import Tensor
 from torch.fx import GraphModule, Node
 from torch.utils._pytree import tree_leaves
 
 from . import timing
+from .attribution import Attribution
 from .factors import is_getitem, producer
 from .layout import Layout
 from .passes.propagate import gradients
@@ -59,22 +61,13 @@ class _Accountant:
         self.graph = step.program.graph.graph
         self.nodes: dict[str, Node] = {n.name: n for n in self.graph.nodes}
         self.grads = gradients(step.program)
-        self.placeholders = [n for n in self.graph.nodes if n.op == "placeholder"]
-        self.parameter_nodes = {self.nodes[a.node] for a in step.program.arguments_of("parameter")}
-        self.roots: dict[Node, Node | None] = {}
-        self.of_op: dict[Node, list[Movement]] = {}
-        self.of_output: dict[str, list[Movement]] = {}
-        self.of_parameter: dict[Node, list[Movement]] = {}
-        for movement in step.local.movements:
-            self._attribute(movement)
+        self.owed = Attribution(step)
 
     def plan(self, options: Options | None) -> Plan:
         decisions, grid = self.decisions, self.grid
         lines = [timeline(g, grid, self.hardware) for g in self._graphs()]
         memory = self._memory()
-        memory |= {
-            f"peak {name}": line.peak_bytes for name, line in zip(("forward", "backward"), lines, strict=False)
-        }
+        memory |= {f"peak {name}": line.peak_bytes for name, line in zip(("forward", "backward"), lines, strict=False)}
         flops = [sum(timing.flops(n) for n in g.graph.nodes if n.op == "call_function") for g in self._graphs()]
         return Plan(
             grid=grid.sizes,
@@ -112,50 +105,6 @@ class _Accountant:
         shape = self.factors.values.get(value)
         return Layout.replicated(value.meta["val"].dim()) if shape is None else shape.layout(state, self.grid)
 
-    # -- whose collective is it --------------------------------------------------------------------------------------
-
-    def _attribute(self, movement: Movement) -> None:
-        """Each movement belongs to one op or output; what moves for a parameter is listed there a second time."""
-        value = self.nodes[movement.value]
-        root = self._root(value)
-        if root is not None:
-            self.of_parameter.setdefault(root, []).append(movement)
-        if movement.reader == "output":
-            self.of_output.setdefault(movement.value, []).append(movement)
-            return
-        self.of_op.setdefault(self._owner(movement, value), []).append(movement)
-
-    def _owner(self, movement: Movement, value: Node) -> Node:
-        """The op that a movement serves: the one that left a partial sum, or else the one that reads.
-
-        Views, and linear ops that pass a partial sum on, are looked through when that leads to a heavy op.
-        """
-        specs = self.factors.specs
-        if movement.kind == "inside":
-            return value
-        if movement.kind in ("scatter", "reduce", "regroup"):
-            node, _ = producer(value)
-            while node in specs and not specs[node].flops and movement.axis in self._strategy(node).through:
-                node, _ = producer(operands(node)[0])
-            if node in specs and specs[node].flops:
-                return node
-        reader = self.nodes[movement.reader]
-        node = reader
-        while not specs[node].flops and is_view(node) and len(node.users) == 1:
-            following = next(iter(node.users))
-            if following not in specs:
-                break
-            node = following
-        return node if specs[node].flops else reader
-
-    def _root(self, node: Node) -> Node | None:
-        """The parameter that a value is another form of (a transpose, a cast), if any."""
-        if node not in self.roots:
-            sources = operands(producer(node)[0]) if node.op == "call_function" else []
-            found = node if node in self.parameter_nodes else self._root(sources[0]) if len(sources) == 1 else None
-            self.roots[node] = found
-        return self.roots[node]
-
     def _strategy(self, node: Node) -> Strategy:
         return self.decisions.strategies[node.name]
 
@@ -169,7 +118,7 @@ class _Accountant:
                 continue
             node = self.nodes[argument.node]
             val = node.meta["val"]
-            movements = self.of_parameter.get(node, [])
+            movements = self.owed.parameters.get(node, [])
             sent = _sent(movements)
             reduced = {s.axis for s in sent if s.phase == "backward" and s.kind != "all_gather"}
             found.append(
@@ -189,7 +138,7 @@ class _Accountant:
 
     def _is_listed(self, node: Node) -> bool:
         spec = self.factors.specs[node]
-        return bool(spec.flops) or any(m.transfers for m in self.of_op.get(node, ()))
+        return bool(spec.flops) or any(m.transfers for m in self.owed.ops.get(node, ()))
 
     def _op(self, node: Node) -> OpPlan:
         spec, strategy = self.factors.specs[node], self._strategy(node)
@@ -197,12 +146,13 @@ class _Accountant:
         if not isinstance(node.meta["val"], Tensor):
             value = next((u for u in node.users if is_getitem(u)), node)
         number = producer(value)[1]
-        shape, layout, local = (), "-", ()
+        shape: tuple[int, ...] = ()
+        layout, local = "-", shape
         if value in self.factors.values:
             shape = tuple(value.meta["val"].shape)
             placed = self._layout(value, given(spec, strategy, number))
             layout, local = str(placed), placed.local_shape(shape, self.grid)
-        sent = _sent(self.of_op.get(node, ()))
+        sent = _sent(self.owed.ops.get(node, ()))
         return OpPlan(
             name=node.name,
             module=module_path(node),
@@ -244,7 +194,7 @@ class _Accountant:
 
     def _weight(self, node: Node) -> int | None:
         """Number of the operand that is a parameter matrix, in whatever form."""
-        found = [i for i, o in enumerate(operands(node)) if self._root(o) is not None and o.meta["val"].dim() > 1]
+        found = [i for i, o in enumerate(operands(node)) if self.owed.root(o) is not None and o.meta["val"].dim() > 1]
         return found[-1] if found else None
 
     def _idle(self, strategy: Strategy) -> str:
@@ -295,7 +245,7 @@ class _Accountant:
         counted: set[str] = set()  # a value that leaves twice is moved once
         for result, mode, layout in zip(present, self.step.outputs, self.step.local.results, strict=True):
             assert result.node is not None
-            movements = [] if result.node in counted else self.of_output.get(result.node, [])
+            movements = [] if result.node in counted else self.owed.outputs.get(result.node, [])
             counted.add(result.node)
             shape = tuple(self.nodes[result.node].meta["val"].shape)
             found.append(OutputPlan(result.name, mode, shape, str(layout), _sent(movements)))
@@ -321,7 +271,7 @@ class _Accountant:
         if not free:
             return "its dims must stay whole"
         if all(n % self.grid.axis_size(a) for n in free for a in axes):
-            return f"no free dim of {free} divides"
+            return "no dim that it may split is divisible"
         if node not in self.grads:
             return _FREE
         return "small, or cheaper than moving it"
@@ -330,9 +280,7 @@ class _Accountant:
 
     def _memory(self) -> dict[str, int]:
         sizes: Counter[str] = Counter()
-        for i, (argument, layout) in enumerate(
-            zip(self.program.arguments, self.step.argument_layouts, strict=True)
-        ):
+        for i, (argument, layout) in enumerate(zip(self.program.arguments, self.step.argument_layouts, strict=True)):
             val = self.nodes[argument.node].meta["val"]
             size = math.prod(layout.local_shape(val.shape, self.grid)) * val.dtype.itemsize
             if argument.kind == "parameter":
@@ -359,7 +307,10 @@ class _Accountant:
             str((self.grid.sizes, self.grid.ranks)),
             *(f"{n} {s}" for n, s in sorted(d.strategies.items())),
             *(f"{n} {tuple(s)}" for table in (d.storage, d.copies) for n, s in sorted(table.items())),
-            *(f"{a.node} {a.kind} {a.names} {lay}" for a, lay in zip(self.program.arguments, self.step.argument_layouts)),
+            *(
+                f"{a.node} {a.kind} {a.names} {lay}"
+                for a, lay in zip(self.program.arguments, self.step.argument_layouts, strict=True)
+            ),
             *(f"{r.kind} {r.name} {r.node}" for r in self.program.results),
             *map(str, self.step.local.results),
             *(graph_text(g) for g in self._graphs()),
@@ -376,8 +327,8 @@ def saved_bytes(forward: GraphModule, results: int) -> int:
     """Bytes of the distinct storages that a forward graph keeps for backward, other than its arguments'."""
     arguments = {_storage(n.meta["val"]) for n in forward.graph.nodes if n.op == "placeholder"}
     kept: dict[int, int] = {}
-    for node in forward.graph.output_node().args[0][results:]:  # type: ignore[index]
-        assert isinstance(node, Node)
+    outputs: Any = forward.graph.output_node().args[0]
+    for node in outputs[results:]:
         for val in tree_leaves(node.meta["val"]):
             if isinstance(val, Tensor) and _storage(val) not in arguments:
                 kept[_storage(val)] = val.untyped_storage().nbytes()

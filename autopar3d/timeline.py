@@ -226,6 +226,7 @@ class Forecast:
         self.position = {n: i for i, n in enumerate(plain)}
         self.next = 0  # position of the first node that is not run, late waits not counted
         self.held = 0  # bytes held by late waits that the plain order has behind it
+        self._held_by: dict[Node, int] = {}
         self.done: set[Node] = set()
         self.readers: dict[Node, list[Node]] = defaultdict(list)
         for node in plain:
@@ -254,7 +255,7 @@ class Forecast:
         at = position[node]
         self.done.add(node)
         if at < self.next:  # a late wait
-            self.held -= self._held_by(node)
+            self.held -= self._held_by.pop(node, 0)
         self.now += self.storage.size[node]
         self.later[self.next : at] += self.storage.size[node]
         self.later[at] = 0
@@ -272,8 +273,10 @@ class Forecast:
                 self.later[end : at + 1] -= self.storage.size[owner]
         while self.next < len(plain) and (plain[self.next] in self.done or plain[self.next] in self.late):
             if plain[self.next] not in self.done:
-                self.held += self._held_by(plain[self.next])
+                self.held += self._hold(plain[self.next])
             self.next += 1
 
-    def _held_by(self, wait: Node) -> int:
-        return sum(self.storage.size[n] for n in self.storage.reads[wait] if self.readers[n][-1:] == [wait])
+    def _hold(self, wait: Node) -> int:
+        alone = [n for n in self.storage.reads[wait] if self.readers[n][-1:] == [wait] and n.op == "call_function"]
+        self._held_by[wait] = sum(self.storage.size[n] for n in alone)
+        return self._held_by[wait]

@@ -24,7 +24,7 @@ from torch.fx import Graph, GraphModule, Node
 
 from autopar3d.grid import Grid
 from autopar3d.hardware import Hardware
-from autopar3d.timeline import Forecast, Network, Storage, live_bytes, timeline_of
+from autopar3d.timeline import Forecast, Network, Storage, live_bytes, start_of, timeline_of
 from autopar3d.timing import axis_of, is_heavy, is_start, is_view, is_wait, seconds
 
 aten = torch.ops.aten
@@ -114,6 +114,10 @@ class _Facts:
         self._dependences()
         self.work = [n for n in self.body if n not in self.lazy]
         self.late = self._late()
+        self.late_waits: dict[Node | None, list[Node]] = defaultdict(list)
+        for node in self.body:
+            if node in self.late:
+                self.late_waits[start_of(node)].append(node)
         self.plain = self._plain()
 
     def _ahead(self) -> set[Node]:
@@ -359,9 +363,9 @@ class _Work:
 
     def _emit(self, node: Node) -> None:
         for n in (*self.facts.closure(node, self.emitted), node):
-            self._append(n)
-            for item in self.facts.items(n):
-                self._append(item)
+            for m in (n, *self.facts.items(n)):
+                if m not in self.emitted:
+                    self._append(m)
         if is_start(node):
             self.network.advance(self.now)
             self.network.start(node)
@@ -389,12 +393,12 @@ class _Work:
             self._finish(self.draining.popleft()[0])
 
     def _finish(self, start: Node) -> None:
-        done = self.network.finish(start)
-        self._met(self.network.advance(self.now))
-        self.now = max(self.now, done)
-        for wait in start.users:
-            if is_wait(wait) and wait not in self.emitted:
-                for node in (wait, *self.facts.late_readers(wait)):
+        while start not in self.network.done:
+            self._met(self.network.advance_to_next())
+        self.now = max(self.now, self.network.now)
+        for wait in self.facts.late_waits[start]:
+            for node in (wait, *self.facts.late_readers(wait)):
+                if node not in self.emitted:
                     self._append(node)
 
 

@@ -18,7 +18,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cache
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -82,6 +82,14 @@ class Slot:
 
     reader: Node | None
     operand: int
+
+
+class _End(NamedTuple):
+    """One end of an edge: a vertex and the placement that each of its states means; equal keys, equal placements."""
+
+    vertex: Any
+    key: Any
+    states: list[State]
 
 
 def gradients(program: Program) -> set[Node]:
@@ -181,7 +189,11 @@ class _Planner:
         self.problem = Problem()
         self.options: dict[Any, list[Any]] = {}  # vertex -> its states
         self.known: dict[Any, tuple[list[Strategy], np.ndarray]] = {}  # kind of op -> strategies and their seconds
-        self.partial: dict[Node, bool] = {}
+        self.numbers: dict[Any, int] = {}  # kind of op -> its number
+        self.kinds: dict[Node, int] = {}  # op -> the number of its kind
+        self.partial: dict[Node, bool] = {}  # value -> whether it may be a partial sum
+        self.placements: dict[Any, list[State]] = {}
+        self.prices: dict[Any, np.ndarray] = {}
 
     def run(self) -> Decisions:
         for node in self.graph.nodes:
@@ -221,6 +233,7 @@ class _Planner:
                 options = self._within_scheme(node, spec, options)
             self.known[kind] = options, np.array([self._seconds(node, spec, s) for s in options])
         vertex = ("op", node)
+        self.kinds[node] = self.numbers.setdefault(kind, len(self.numbers))
         self.options[vertex], seconds = self.known[kind]
         self.problem.vertex(vertex, seconds)
 
@@ -287,57 +300,67 @@ class _Planner:
 
     def _value(self, value: Node, slots: list[Slot]) -> None:
         """The edges from a value to its readers, through a shared copy when there are several."""
-        source, result = producer(value)
         shape = self.factors.values[value]
-        home: Any = ("op", source)
-        if home in self.options:
-            spec = self.factors.specs[source]
-            sources = [given(spec, s, result) for s in self.options[home]]
-        else:
-            home = ("storage", source)
-            sources = list(self.options[home])
+        home = self._home(value)
         readers = [self._reader(value, slot) for slot in slots]
         if len(slots) > 1:
             kinds = "RV" if value in self.grads else "R"
-            copy = ("copy", value)
-            self.options[copy] = copies = states(shape.atoms, self.grid, kinds)
-            share = np.array([1.0 / self.grid.extent(s.sharding) for s in copies])
-            self.problem.vertex(copy, _TIE * shape.bytes * share)
-            self._edge(home, sources, copy, copies, value, slots)
-            home, sources = copy, copies
-        for slot, (vertex, targets) in zip(slots, readers, strict=True):
-            self._edge(home, sources, vertex, targets, value, [slot])
+            key = ("copy", shape.atoms, kinds)
+            if key not in self.placements:
+                self.placements[key] = states(shape.atoms, self.grid, kinds)
+            copy = _End(("copy", value), key, self.placements[key])
+            self.options[copy.vertex] = copy.states
+            share = np.array([1.0 / self.grid.extent(s.sharding) for s in copy.states])
+            self.problem.vertex(copy.vertex, _TIE * shape.bytes * share)
+            self._edge(home, copy, value, slots)
+            home = copy
+        for slot, reader in zip(slots, readers, strict=True):
+            self._edge(home, reader, value, [slot])
 
-    def _reader(self, value: Node, slot: Slot) -> tuple[Any, list[State]]:
-        """The reader's vertex, and per state the placement it needs."""
+    def _home(self, value: Node) -> _End:
+        """Where the value comes from, and per state of that vertex the placement it has there."""
+        source, result = producer(value)
+        vertex = ("op", source)
+        if vertex not in self.options:
+            vertex = ("storage", source)
+            options = self.options[vertex]
+            return _End(vertex, ("storage", tuple(options)), options)
+        key = ("given", self.kinds[source], result)
+        if key not in self.placements:
+            spec = self.factors.specs[source]
+            self.placements[key] = [given(spec, s, result) for s in self.options[vertex]]
+        return _End(vertex, key, self.placements[key])
+
+    def _reader(self, value: Node, slot: Slot) -> _End:
+        """The reader's vertex, and per state of it the placement that it needs."""
         if slot.reader is None:
             vertex: Any = ("result", slot.operand)
             targets = self.result_states(slot.operand, self.factors.values[value])
             if vertex not in self.options:
                 self.options[vertex] = targets
                 self.problem.vertex(vertex, np.zeros(len(targets)))
-            return vertex, targets
-        spec = self.factors.specs[slot.reader]
-        grad = value in self.grads
+            return _End(vertex, ("result", tuple(targets)), targets)
         vertex = ("op", slot.reader)
-        return vertex, [needed(spec, s, slot.operand, grad=grad) for s in self.options[vertex]]
+        grad = value in self.grads
+        key = ("needed", self.kinds[slot.reader], slot.operand, grad)
+        if key not in self.placements:
+            spec = self.factors.specs[slot.reader]
+            self.placements[key] = [needed(spec, s, slot.operand, grad=grad) for s in self.options[vertex]]
+        return _End(vertex, key, self.placements[key])
 
-    def _edge(self, u: Any, sources: list[State], v: Any, targets: list[State], value: Node, slots: list[Slot]) -> None:
+    def _edge(self, source: _End, target: _End, value: Node, slots: list[Slot]) -> None:
         shape = self.factors.values[value]
-        table = price_table(len(shape.atoms), self.grid, self.hardware)
-        from_u = np.array([table.index[s] for s in sources])
-        to_v = np.array([table.index[t] for t in targets])
-        # Few distinct placements stand behind many strategies: price those, then spread.
-        left, at_left = np.unique(from_u, return_inverse=True)
-        right, at_right = np.unique(to_v, return_inverse=True)
-        prices = table.price(
-            left,
-            right,
-            shape.bytes,
-            grad=value in self.grads,
-            regather=drops(self.regather, value) and any(s in self.regathered for s in slots),
-        )
-        self.problem.edge(u, v, prices[np.ix_(at_left, at_right)])
+        grad = value in self.grads
+        again = drops(self.regather, value) and any(s in self.regathered for s in slots)
+        key = (source.key, target.key, shape.bytes, grad, again)
+        if key not in self.prices:  # equal layers have equal edges
+            table = price_table(len(shape.atoms), self.grid, self.hardware)
+            # Few distinct placements stand behind many strategies: price those, then spread.
+            left, at_left = np.unique([table.index[s] for s in source.states], return_inverse=True)
+            right, at_right = np.unique([table.index[s] for s in target.states], return_inverse=True)
+            prices = table.price(left, right, shape.bytes, grad=grad, regather=again)
+            self.prices[key] = prices[np.ix_(at_left, at_right)]
+        self.problem.edge(source.vertex, target.vertex, self.prices[key])
 
     # -- compute ------------------------------------------------------------------------------------
 

@@ -138,7 +138,8 @@ def write() -> None:
             shown = list(run(page))
         for block, printed in reversed(shown):
             if printed != block.text:
-                lines[block.first : block.first + len(block.text.split("\n"))] = printed.split("\n")
+                old = block.text.split("\n") if block.text else []
+                lines[block.first : block.first + len(old)] = printed.split("\n")
                 print(f"{page.name}:{block.first + 1} written", file=sys.stderr)
         page.write_text("\n".join(lines))
 

@@ -32,6 +32,8 @@ _MORE = (
     aten.where.ScalarOther,
     aten.where.Scalar,
     aten.masked_fill.Scalar,
+    aten.fill.Scalar,
+    aten.fill.Tensor,
     aten.masked_fill.Tensor,
     aten.zeros_like.default,
     aten.ones_like.default,

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import operator
+import random
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -127,6 +129,66 @@ def test_order_that_edges_do_not_tell_is_kept() -> None:
     module = make_fx(forward, tracing_mode="fake")(torch.randn(8, 8))
     assert any(n.target is aten.add_.Tensor for n in module.graph.nodes)
     assert text(scheduled(module)) == text(module)
+
+
+def random_graph(seed: int) -> GraphModule:
+    """Some 150 nodes on 4 x 4 matrices that read each other as it comes."""
+    draw = random.Random(seed)
+    graph = Graph()
+    val = torch.empty(4, 4, dtype=torch.float64, device="meta")
+
+    def call(target: Any, *args: Any, val: Any = val) -> Node:
+        node = graph.call_function(target, args)
+        node.meta["val"] = val
+        return node
+
+    known = [graph.placeholder(f"x{i}") for i in range(6)]
+    for node in known:
+        node.meta["val"] = val
+    while len(graph.nodes) < 150:
+        # Mostly what came last, so that there are chains; sometimes an input, which gives something to prefetch.
+        a, b = (known[-1 - min(int(draw.expovariate(0.3)), len(known) - 1)] for _ in range(2))
+        kind = draw.choice(("mm", "add", "view", "reduce", "gather", "scatter", "early", "random", "halves"))
+        if kind == "mm":
+            known.append(call(aten.mm.default, a, b))
+        elif kind == "add":
+            known.append(call(aten.add.Tensor, a, b))
+        elif kind == "view":
+            known.append(call(aten.clone.default, call(aten.t.default, a)))
+        elif kind == "random":
+            known.append(call(aten.mul.Tensor, a, call(aten.bernoulli.p, b, 0.5)))
+        elif kind == "halves":
+            halves = val[:2]
+            cut = call(aten.split.Tensor, a, 2, val=[halves, halves])
+            items = [call(operator.getitem, cut, i, val=halves) for i in (1, 0)]
+            known.append(call(aten.cat.default, items))
+        elif kind == "scatter":
+            part = call(c10d.reduce_scatter_tensor.default, a, "sum", 2, draw.choice((X, Y, Z)), val=val[:2])
+            known.append(call(aten.repeat.default, call(c10d.wait_tensor.default, part, val=val[:2]), [2, 1]))
+        else:
+            source = graph.find_nodes(op="placeholder")[draw.randrange(6)] if kind == "early" else a
+            start = call(c10d.all_reduce.default, source, "max", draw.choice((X, Y, Z)))
+            known.append(call(c10d.wait_tensor.default, start))
+    graph.output(tuple(known[-12:]))
+    return GraphModule(torch.nn.Module(), graph)
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_random_graphs(seed: int) -> None:
+    module = random_graph(seed)
+    generator = torch.Generator().manual_seed(seed)
+    inputs = [[torch.rand(4, 4, dtype=torch.float64, generator=generator) for _ in range(GRID.size)] for _ in range(6)]
+    results = []
+    for memory in (None, 0.0, 0.1, 10.0):
+        found = module if memory is None else scheduled(module, memory)
+        assert sorted(text(found).splitlines()) == sorted(text(module).splitlines())
+        limit = timeline(module, GRID, MACHINE).peak_bytes * (1 + (memory or 0.0))
+        assert timeline(found, GRID, MACHINE).peak_bytes <= limit
+        torch.manual_seed(seed)
+        results.append(run_lockstep(found, GRID, inputs))
+    for other in results[1:]:
+        for a, b in zip(results[0], other, strict=True):
+            assert all(torch.equal(x.nan_to_num(), y.nan_to_num()) for x, y in zip(a, b, strict=True))
 
 
 def layers(count: int) -> GraphModule:

@@ -1,0 +1,107 @@
+"""The tree of parts: the user's modules reduced to what a parallel module keeps of them, under the same names."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from torch import Tensor, nn
+
+from .errors import StateError
+
+
+class Part(nn.Module):
+    """A submodule of the user's model, reduced to its parameters, buffers and train/eval flag."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        # Any plain attribute could be the name of one of the model's parameters.
+        self.__dict__["_ap3d_kind"] = kind
+
+    def _get_name(self) -> str:
+        return str(self.__dict__["_ap3d_kind"])
+
+    def __getitem__(self, key: int | str) -> nn.Module:
+        """A part of a list, a sequence or a dict of modules, as in `par.blocks[0].eval()`."""
+        names = list(self._modules)
+        try:
+            found = self._modules[names[key] if isinstance(key, int) else key]
+        except KeyError:
+            raise KeyError(f"{self._get_name()} has no part {key!r}; it has {', '.join(names) or 'none'}") from None
+        assert found is not None
+        return found
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        raise StateError(f"{self._get_name()} is part of a parallel module; call the whole module")
+
+
+def grow(root: nn.Module, model: nn.Module) -> None:
+    """Give `root` parts like the model's modules, with the names of all tensors in the model's order, none held yet."""
+    parts: dict[nn.Module, nn.Module] = {}
+    for path, module in model.named_modules(remove_duplicate=False):
+        parent, _, leaf = path.rpartition(".")
+        if path:
+            # Straight into the tables: a part may be called `graph` or `code`, which attributes refuse. A module
+            # that the model has twice is one part with two names.
+            table = part(root, parent)._modules
+            table[leaf] = parts.get(module) or Part(module._get_name())
+        here = parts[module] = part(root, path)
+        here.training = module.training
+        here._parameters.update(dict.fromkeys(module._parameters))
+        here._buffers.update(dict.fromkeys(module._buffers))
+        here._non_persistent_buffers_set = set(module._non_persistent_buffers_set)
+        here.__dict__["_version"] = module._version  # some modules read old state dicts by it
+
+
+def part(root: nn.Module, path: str) -> nn.Module:
+    """The part at a path; `get_submodule` would find GraphModule's attributes first."""
+    for leaf in path.split(".") if path else ():
+        child = root._modules[leaf]
+        assert child is not None
+        root = child
+    return root
+
+
+Slot = tuple[dict[str, Any], str]
+
+
+def slot(root: nn.Module, name: str) -> Slot:
+    """The table and the key in it that hold a parameter or buffer."""
+    path, _, leaf = name.rpartition(".")
+    here = part(root, path)
+    return (here._parameters if leaf in here._parameters else here._buffers), leaf
+
+
+def held(root: nn.Module, *, persistent: bool = False) -> Iterator[tuple[str, Tensor]]:
+    """Every name of every parameter and buffer, a tied one under each of its names, in the order of `state_dict`.
+
+    Args:
+        persistent: leave out the buffers that `state_dict` leaves out.
+    """
+    for path, module in root.named_modules(remove_duplicate=False):
+        prefix = f"{path}." if path else ""
+        for leaf, tensor in (*module._parameters.items(), *module._buffers.items()):
+            if tensor is not None and not (persistent and leaf in module._non_persistent_buffers_set):
+                yield prefix + leaf, tensor
+
+
+def describe(root: nn.Module, name: str, show: Callable[[Tensor], str]) -> str:
+    """The tree as text, one line a part and one a tensor; equal neighbours are one entry, as `0-11: 12 x Block`."""
+    lines = [name]
+    tensors = [(k, t) for k, t in (*root._parameters.items(), *root._buffers.items()) if t is not None]
+    lines += [f"  {leaf} {show(tensor)}" for leaf, tensor in tensors]
+    runs: list[tuple[list[str], str, str]] = []
+    for leaf, child in root._modules.items():
+        if child is None:
+            continue
+        kind = child._get_name()
+        text = describe(child, kind, show)
+        if runs and runs[-1][1] == text:
+            runs[-1][0].append(leaf)
+        else:
+            runs.append(([leaf], text, kind))
+    for leaves, text, kind in runs:
+        first, _, rest = text.partition("\n")
+        head = f"{leaves[0]}: {first}" if len(leaves) == 1 else f"{leaves[0]}-{leaves[-1]}: {len(leaves)} x {kind}"
+        lines += [f"  {line}" for line in [head, *(rest.split("\n") if rest else [])]]
+    return "\n".join(lines)
