@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -10,18 +11,24 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from . import runtime
-from .dtensor import to_dtensor
-from .errors import InputError, PlanError
-from .execute import Executor, LockstepExecutor, RankExecutor
+from .checks import compare_with_model
+from .dtensor import is_exact
+from .errors import InputError, LayoutError, PlanError
+from .execute import LockstepExecutor, RankExecutor
 from .grid import Grid, GridLike
 from .hardware import Hardware, resolve
-from .module import Engine, ParallelModule, Prepared, bind
-from .passes.differentiate import Differentiated
+from .initialize import initial_values
+from .layout import Layout
+from .module import Engine, Leaves, ParallelModule, Prepared, bind, stand_ins
+from .outputs import with_outputs
+from .passes.differentiate import differentiate
+from .program import Argument
 from .redistribute import State
 from .report import make_plan
 from .schedule import scheduled
 from .skeleton import Skeleton
 from .step import Options, Step, build_step
+from .tree import slot
 
 if TYPE_CHECKING:
     from .plan import Plan
@@ -72,13 +79,16 @@ def compile(  # noqa: A001  (as torch.compile)
         PlanError: unknown options, or `strict` found something.
         MismatchError: ranks made different plans.
     """
-    cube = Grid.of(grid)
-    device = _device(model)
-    mesh, index = runtime.connect(cube, device.type)
-    executor = RankExecutor(cube, mesh, index, sharded_inputs=inputs == "sharded")
     options = Options(scheme, inputs, outputs, regather, strict)
-    compiler = Compiler(model, cube, executor, options, hardware, loss_fn, check=check, seed=seed)
-    return compiler.module(example_inputs, example_kwargs)
+    compiler = runtime.jointly(
+        "compile",
+        lambda: Compiler(model, Grid.of(grid), options, hardware, loss_fn, check=check, seed=seed),
+        lambda made: f"grid={made.grid} {made.grid.ranks or ''} seed={seed} {options}",
+        "all ranks must pass the same arguments",
+    )
+    mesh, index = runtime.connect(compiler.grid, compiler.device.type)
+    compiler.executor = RankExecutor(compiler.grid, mesh, index, sharded_inputs=inputs == "sharded")
+    return compiler.module(model, example_inputs, example_kwargs)
 
 
 def simulate(
@@ -104,10 +114,10 @@ def simulate(
     Raises:
         GridError, TraceError, PlanError: as `compile`.
     """
-    cube = Grid.of(grid)
     options = Options(scheme, inputs, outputs, regather, strict)
-    compiler = Compiler(model, cube, LockstepExecutor(cube), options, hardware, loss_fn, check=check, seed=seed)
-    return compiler.module(example_inputs, example_kwargs)
+    compiler = Compiler(model, Grid.of(grid), options, hardware, loss_fn, check=check, seed=seed)
+    compiler.executor = LockstepExecutor(compiler.grid)
+    return compiler.module(model, example_inputs, example_kwargs)
 
 
 def plan(
@@ -140,21 +150,21 @@ def plan(
     if example_inputs is None and not example_kwargs:
         raise InputError("plan needs example_inputs= (meta tensors do): layouts depend on the shapes")
     options = Options(scheme, inputs, outputs, regather, strict)
-    compiler = Compiler(model, cube, None, options, hardware, loss_fn, check=check, seed=seed)
+    compiler = Compiler(model, cube, options, hardware, loss_fn, check=check, seed=seed)
     args, kwargs = _call(example_inputs, example_kwargs)
-    step, made = compiler.step(args, kwargs, compiler.skeleton.modes(), {}, None)
-    del step
-    return made
+    return compiler.step(args, kwargs, compiler.skeleton.modes(), {}, {})[1]
 
 
 class Compiler(Engine):
-    """Makes steps for one model on one grid, and the module that holds its tensors."""
+    """Makes steps for one model on one grid, and gives a module the model's tensors.
+
+    `executor` is set before `module` is called; planning alone needs none.
+    """
 
     def __init__(
         self,
         model: nn.Module,
         grid: Grid,
-        executor: Executor | None,
         options: Options,
         hardware: Hardware | str | None,
         loss_fn: Callable[..., Tensor] | None,
@@ -165,41 +175,37 @@ class Compiler(Engine):
         if not isinstance(model, nn.Module):
             raise PlanError(f"model is a {type(model).__name__}; it must be an nn.Module")
         options.check()
-        device = _device(model)
-        self.grid, self.options, self.check, self.seed = grid, options, check, seed
-        self.hardware = resolve(hardware, device)
-        self.skeleton = Skeleton(model, device, loss_fn)
-        self.kinds = {path: type(m).__name__ for path, m in model.named_modules(remove_duplicate=False)}
-        self.storage: dict[str, State] | None = None  # by parameter name, once planned
-        self.model: nn.Module | None = model  # only until its tensors are taken over
-        if executor is not None:
-            self.executor = executor
+        self.device = _device(model)
+        self.grid, self.options, self.check, self.seed, self.loss_fn = grid, options, check, seed, loss_fn
+        self.hardware = resolve(hardware, self.device)
+        self.skeleton = Skeleton(model, self.device, loss_fn)
+        self.pinned: dict[str, State] = {}  # by name of parameter or input, once planned
+        self.model: nn.Module | None = None  # only until its tensors are taken over
 
-    def module(self, example_inputs: Any, example_kwargs: Mapping[str, Any] | None) -> ParallelModule:
+    def module(
+        self, model: nn.Module, example_inputs: Any, example_kwargs: Mapping[str, Any] | None
+    ) -> ParallelModule:
         """The module; planned, with its tensors, when there are example inputs."""
-        module = ParallelModule(self)
-        module._grow(self.kinds)
-        for path, mode in self.skeleton.modes().items():
-            module._part(path).training = mode
+        self.model = model
+        module = ParallelModule(self, model)
         if example_inputs is not None or example_kwargs:
             args, kwargs = _call(example_inputs, example_kwargs)
             module.plan_for(*args, **kwargs)
         return module
 
     def prepare(self, module: ParallelModule, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Prepared:
-        if self.storage is None:
-            modes = {path: module._part(path).training for path in self.kinds}
-            step, made = self.step(args, kwargs, modes, {}, None)
-            self._take_over(module, step)
-        else:
-            modes = {path: module._part(path).training for path in self.kinds}
-            trainable = {name: p.requires_grad for name, p in module.named_parameters()}
-            step, made = self.step(args, kwargs, modes, trainable, self.storage)
-        if isinstance(self.executor, RankExecutor):
-            runtime.compare("the plan", made.hash, "do all ranks compile the same model with the same arguments?")
-        prepared = Prepared(step, made, lambda seeds: self._variant(step, seeds))
+        modes = {path: m.training for path, m in module.named_modules(remove_duplicate=False)}
+        step, made = self._jointly("planning", lambda: self._prepare(module, args, kwargs, modes))
+        if self.model is not None:
+            self._take_over(self.model, module, step)
+            self.model = None
+        prepared = Prepared(step, made, stand_ins(args, kwargs), self._with_seeds)
         bind(module, prepared, self.executor)
         return prepared
+
+    def compare(self, leaves: Leaves) -> None:
+        if self.check and isinstance(self.executor, RankExecutor):
+            runtime.compare_inputs(leaves, values=not self.executor.sharded_inputs)
 
     def step(
         self,
@@ -207,47 +213,113 @@ class Compiler(Engine):
         kwargs: dict[str, Any],
         modes: dict[str, bool],
         trainable: dict[str, bool],
-        storage: Mapping[str, State] | None,
+        pinned: Mapping[str, State],
     ) -> tuple[Step, Plan]:
         """Trace and plan one call."""
         program = self.skeleton.trace(args, kwargs, modes, trainable)
-        pinned = {a.node: storage[a.names[0]] for a in program.arguments_of("parameter")} if storage else None
-        step = scheduled(build_step(program, self.grid, self.hardware, self.options, pinned))
+        program, options = with_outputs(program, self.options)
+        places = {a.node: pinned[a.names[0]] for a in program.arguments if a.names[0] in pinned}
+        step = scheduled(build_step(program, self.grid, self.hardware, options, places or None))
         return step, make_plan(step)
 
-    def _variant(self, step: Step, seeds: tuple[int, ...]) -> Differentiated:
-        from .passes.differentiate import differentiate
+    def _prepare(
+        self, module: ParallelModule, args: tuple[Any, ...], kwargs: dict[str, Any], modes: dict[str, bool]
+    ) -> tuple[Step, Plan]:
+        if self.model is None:
+            trainable = {name: p.requires_grad for name, p in module.named_parameters()}
+            step, made = self.step(args, kwargs, modes, trainable, self.pinned)
+            self._refuse_other_cuts(step)
+            return step, made
+        trainable = {name: p.requires_grad for name, p in self.model.named_parameters()}
+        step, made = self.step(args, kwargs, modes, trainable, {})
+        if self.check:
+            compare_with_model(self.model, step.program, args, kwargs, self.loss_fn)
+        return step, made
 
+    def _jointly(self, what: str, work: Callable[[], tuple[Step, Plan]]) -> tuple[Step, Plan]:
+        if not isinstance(self.executor, RankExecutor):
+            return work()
+        advice = "all ranks must compile the same model with the same arguments, and make the same calls"
+        return runtime.jointly(what, work, lambda made: made[1].hash, advice)
+
+    def _with_seeds(self, step: Step, seeds: tuple[int, ...]) -> Step:
+        """The step with graphs for gradients that flow from these results."""
         values = [n.meta["val"] for n in step.program.graph.graph.nodes if n.op == "placeholder"]
-        return differentiate(step.local, values, [a.requires_grad for a in step.program.arguments], seeds=seeds)
+        wanted = [a.requires_grad for a in step.program.arguments]
+        return scheduled(replace(step, runs=differentiate(step.local, values, wanted, seeds=seeds)))
 
-    def _take_over(self, module: ParallelModule, step: Step) -> None:
+    def _refuse_other_cuts(self, step: Step) -> None:
+        """With sharded inputs, a rank's part means the same under every plan."""
+        if self.options.inputs != "sharded":
+            return
+        for argument in step.program.arguments_of("input"):
+            name, state = argument.names[0], step.decisions.storage[argument.node]
+            if name in self.pinned and state != self.pinned[name]:
+                raise InputError(
+                    f'input {name}: with inputs="sharded" a call of this shape would be cut in another way '
+                    "than the example inputs were; use one batch size per compile, or global inputs"
+                )
+
+    # -- taking over the model's tensors -------------------------------------------------------------------
+
+    def _take_over(self, model: nn.Module, module: ParallelModule, step: Step) -> None:
         """Give the module the model's tensors, each as its plan stores it, one at a time."""
-        assert self.model is not None
-        parameters = dict(self.model.named_parameters(remove_duplicate=False))
-        buffers = dict(self.model.named_buffers(remove_duplicate=False))
+        sources: dict[str, Tensor] = dict(model.named_parameters(remove_duplicate=False))
+        sources |= dict(model.named_buffers(remove_duplicate=False))
+        arguments = {}
         for argument, layout in zip(step.program.arguments, step.argument_layouts, strict=True):
-            if argument.kind == "parameter":
-                source: Tensor = parameters[argument.names[0]]
-                held = self._stored(source, layout)
-                module._hold(argument, nn.Parameter(held, requires_grad=source.requires_grad))
-            elif argument.kind == "buffer":
-                module._hold(argument, self._copied(buffers[argument.names[0]]))
-        self.storage = {a.names[0]: step.decisions.storage[a.node] for a in step.program.arguments_of("parameter")}
-        self.model = None
+            if argument.kind == "parameter" and not is_exact(
+                layout, tuple(sources[argument.names[0]].shape), self.grid
+            ):
+                raise LayoutError(f"{argument.names[0]} would be stored as {layout}, which no DTensor carries exactly")
+            if argument.kind in ("parameter", "buffer"):
+                arguments[argument.names[0]] = (argument, layout)
+                if not sources[argument.names[0]].is_meta:
+                    value = self._from_first(sources[argument.names[0]])
+                    self._hold(module, argument, layout, value, sources)
+        if any(sources[name].is_meta for name in arguments):
+            self._materialise(model, module, arguments, sources)
+        self.pinned = {
+            a.names[0]: step.decisions.storage[a.node]
+            for a in step.program.arguments
+            if a.kind == "parameter" or (a.kind == "input" and self.options.inputs == "sharded")
+        }
 
-    def _copied(self, source: Tensor) -> Tensor:
-        own = source.detach().clone()
-        if isinstance(self.executor, RankExecutor) and dist.get_world_size() > 1:
+    def _materialise(
+        self,
+        model: nn.Module,
+        module: ParallelModule,
+        arguments: Mapping[str, tuple[Argument, Layout]],
+        sources: Mapping[str, Tensor],
+    ) -> None:
+        by_name = {name: argument.names[0] for argument, _ in arguments.values() for name in argument.names}
+        for name, value, written in initial_values(model, self.device, self.seed):
+            first = by_name.get(name)
+            if first is None or not sources[first].is_meta:
+                continue
+            argument, layout = arguments[first]
+            held = self._hold(module, argument, layout, value, sources)
+            if not written:
+                module.__dict__["_ap3d"].uninitialized.add(first, held)
+
+    def _hold(
+        self, module: ParallelModule, argument: Argument, layout: Layout, value: Tensor, sources: Mapping[str, Tensor]
+    ) -> Tensor:
+        """Register a tensor, from its whole value, under all its names."""
+        held = value
+        if argument.kind == "parameter":
+            trained = sources[argument.names[0]].requires_grad
+            held = nn.Parameter(self.executor.store(value, layout), requires_grad=trained)
+        for name in argument.names:
+            table, leaf = slot(module, name)
+            table[leaf] = held
+        return held
+
+    def _from_first(self, source: Tensor) -> Tensor:
+        own = source.detach().clone(memory_format=torch.contiguous_format)
+        if isinstance(self.executor, RankExecutor):
             own = runtime.broadcast_from_first(own, self.executor.mesh)
         return own
-
-    def _stored(self, source: Tensor, layout: Any) -> Tensor:
-        own = self._copied(source)
-        if not isinstance(self.executor, RankExecutor):
-            return own
-        local = layout.shard(own, self.grid, self.executor.index).clone(memory_format=torch.contiguous_format)
-        return to_dtensor(local, layout, tuple(source.shape), self.grid, self.executor.mesh)
 
 
 def _call(example_inputs: Any, example_kwargs: Mapping[str, Any] | None) -> tuple[tuple[Any, ...], dict[str, Any]]:

@@ -327,15 +327,7 @@ class ParallelModule(GraphModule):
         state.load_full_optimizer_state(self, optimizer, state_dict)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> ParallelModule:
-        """Refuse `.to()`, `.half()`, `.cuda()` and the like, unless they change nothing."""
-        for _, tensor in tree.held(self):
-            probe = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
-            made = fn(probe)
-            if made.dtype != probe.dtype or made.device != probe.device:
-                raise StateError(
-                    f"a parallel module cannot change to {made.dtype} on {made.device}: its graphs are made for "
-                    f"{probe.dtype} on {probe.device}; convert the model, then compile it"
-                )
+        tree.refuse_conversion(self, fn)
         return self
 
     def __deepcopy__(self, memo: dict[int, Any]) -> ParallelModule:
@@ -370,6 +362,15 @@ _UNPLANNED = (
     "pass example_inputs= to compile, or call the module once; the plan lays the parameters out, so make the "
     "optimizer, and read or load state, after that"
 )
+
+
+def stand_ins(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Leaves:
+    """The leaves of a call, tensors without their values."""
+    leaves, _ = flatten_input(args, kwargs)
+    return [
+        (path, torch.empty(tuple(x.shape), dtype=x.dtype, device="meta") if isinstance(x, Tensor) else x)
+        for path, x in leaves
+    ]
 
 
 def bind(module: ParallelModule, prepared: Prepared, executor: Executor) -> None:
@@ -411,6 +412,8 @@ class _RunGraphs:
         results = [r for r in program.results if r.node is not None]
         self.outputs = [i for i, r in enumerate(results) if r.kind == "output"]
         self.updated = {i: tree.slot(module, r.name) for i, r in enumerate(results) if r.kind == "buffer"}
+        names = {r.name for r in results if r.kind == "buffer"}
+        self.changing = [i for i, a in enumerate(program.arguments) if names & set(a.names)]
         # Per argument of the program: a table and a key in it, a constant, or None for the next input.
         self.slots: list[tree.Slot | Tensor | None] = []
         for argument in program.arguments:
@@ -426,11 +429,13 @@ class _RunGraphs:
         tensors = [
             next(given) if s is None else s[0][s[1]] if isinstance(s, tuple) else s for s in self.slots
         ]
+        for i in self.changing:
+            # Backward may need the values from before the update.
+            tensors[i] = tensors[i].clone()
         results = run_step(self.prepared, self.executor, tensors, grad=torch.is_grad_enabled())
         with torch.no_grad():
             for i, (table, leaf) in self.updated.items():
-                # A new tensor would leave state dicts behind; the old values may be kept for backward, so they stay.
-                table[leaf].set_(results[i].detach().clone())
+                table[leaf].copy_(results[i])
         return [results[i] for i in self.outputs]
 
 

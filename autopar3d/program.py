@@ -25,7 +25,8 @@ class Argument:
 
     node: str
     """Name of the placeholder node."""
-    kind: Literal["parameter", "buffer", "constant", "input"]
+    kind: Literal["parameter", "buffer", "constant", "input", "key"]
+    """"key": seed and step of the random numbers, see `passes.randomize`."""
     names: tuple[str, ...]
     """Every fully qualified name, in module order, of a (tied) parameter, buffer or constant: the first is
     the one that `named_parameters()` gives. For an input, its one pytree path: `args[0]`,
@@ -68,6 +69,8 @@ class Program:
     """Of the model's return value: its leaves are the results of kind "output"."""
     constants: dict[str, torch.Tensor] = field(default_factory=dict)
     """Values of the arguments of kind "constant", by placeholder node."""
+    notes: tuple[str, ...] = ()
+    """What a pass did that a user should know, as sentences for the plan."""
 
     def arguments_of(self, kind: str) -> tuple[Argument, ...]:
         """The arguments of one kind, in placeholder order."""

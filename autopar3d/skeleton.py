@@ -15,6 +15,7 @@ from torch._subclasses.fake_tensor import (
 
 from .errors import InputError
 from .passes.canonicalize import canonicalize
+from .passes.randomize import randomize
 from .passes.trace import trace
 from .program import Program
 
@@ -74,7 +75,7 @@ class Skeleton:
         fake_args, fake_kwargs = torch.utils._pytree.tree_map_only(
             Tensor, lambda t: self._fake(t, device), (args, kwargs)
         )
-        return canonicalize(trace(self.model, fake_args, fake_kwargs))
+        return randomize(canonicalize(trace(self.model, fake_args, fake_kwargs)))
 
     def _fake(self, tensor: Tensor, device: torch.device) -> Tensor:
         with self.mode:

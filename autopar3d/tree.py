@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from .errors import StateError
@@ -30,6 +31,10 @@ class Part(nn.Module):
             raise KeyError(f"{self._get_name()} has no part {key!r}; it has {', '.join(names) or 'none'}") from None
         assert found is not None
         return found
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Part:
+        refuse_conversion(self, fn)
+        return self
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         raise StateError(f"{self._get_name()} is part of a parallel module; call the whole module")
@@ -83,6 +88,18 @@ def held(root: nn.Module, *, persistent: bool = False) -> Iterator[tuple[str, Te
         for leaf, tensor in (*module._parameters.items(), *module._buffers.items()):
             if tensor is not None and not (persistent and leaf in module._non_persistent_buffers_set):
                 yield prefix + leaf, tensor
+
+
+def refuse_conversion(root: nn.Module, fn: Callable[[Tensor], Tensor]) -> None:
+    """Raise StateError for `.to()`, `.half()`, `.cuda()` and the like, unless they would change nothing."""
+    for name, tensor in held(root):
+        probe = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
+        made = fn(probe)
+        if made.dtype != probe.dtype or made.device != probe.device:
+            raise StateError(
+                f"{name} cannot change to {made.dtype} on {made.device}: the parallel module's graphs are made for "
+                f"{probe.dtype} on {probe.device}; convert the model, then compile it"
+            )
 
 
 def describe(root: nn.Module, name: str, show: Callable[[Tensor], str]) -> str:

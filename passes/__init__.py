@@ -2,10 +2,11 @@
 
 1. ``trace``: the user's module becomes a functional graph of high-level ops.
 2. ``canonicalize``: one spelling for every construct the later passes reason about.
-3. ``propagate``: a strategy for every node, chosen by cost.
-4. ``rewrite``: the global graph and the plan become the local forward graph, collectives as nodes.
-5. ``differentiate``: the local program's forward and backward graphs.
-6. ``overlap``: collectives start as early, and are waited for as late, as the data allows.
+3. ``randomize``: random ops become functions of seed, step and place, the same on every grid.
+4. ``propagate``: a strategy for every node, chosen by cost.
+5. ``rewrite``: the global graph and the plan become the local forward graph, collectives as nodes.
+6. ``differentiate``: the local program's forward and backward graphs.
+7. ``overlap``: collectives start as early, and are waited for as late, as the data allows.
 
 Every pass is a pure function: it builds a new graph and never edits its input.
 

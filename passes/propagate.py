@@ -241,13 +241,14 @@ class _Planner:
         """Whether the op may be repeated on axes that could split it.
 
         Matmuls, convolutions and attention never: that is what a grid is for, and costs that count bytes only would
-        find it free. With regather="all" nor may any op with a result of some size: it would leave results, which
-        backward keeps, whole on several ranks, where "all" promises 1/P.
+        find it free. With regather="all" nor may any op on tensors of some size: backward keeps what it reads and
+        makes, which would be whole on several ranks, where "all" promises 1/P.
         """
         if spec.flops:
             return False
-        small = all(r is None or r.numel() < _SMALL for r in results(node))
-        return self.regather != "all" or small
+        kept = [r for r in results(node) if r is not None]
+        kept += [o.meta["val"] for o in operands(node) if o in self.grads and o.op != "placeholder"]
+        return self.regather != "all" or all(t.numel() < _SMALL for t in kept)
 
     def _may_be_partial(self, value: Node) -> bool:
         """Whether a partial sum can reach a reader of this value: through single readers from an op that sums."""

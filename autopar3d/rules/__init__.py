@@ -13,6 +13,7 @@ from . import (  # noqa: F401  (importing fills the table)
     matmul,
     norm,
     pointwise,
+    random,
     reduce,
     softmax,
     views,

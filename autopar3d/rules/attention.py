@@ -55,15 +55,12 @@ def attention(node: Node) -> OpSpec:
     mask = argument(node, "attn_mask")
     if mask is not None:
         inputs.append(dims(mask.meta["val"], ("s", "t")))
-    whole = {"t", "d", "e"}
-    if argument(node, "dropout_p"):  # the mask of one device cannot be drawn in parts
-        whole = set(sizes)
     flops = 2.0 * math.prod(int(n) for n in out.shape[:-1]) * sizes["t"] * (sizes["d"] + sizes["e"])
     return OpSpec(
         sizes,
         tuple(inputs),
         (dims(out, ("s", "e")),),
-        whole=frozenset(whole),
+        whole=frozenset({"t", "d", "e"}),
         flops=flops,
         lower=_lower_attention,
     )

@@ -1,4 +1,4 @@
-"""Ops that make tensors from nothing: constants, counters, random numbers; and what is made by place."""
+"""Ops that make tensors from nothing: constants and counters; and what is made by place."""
 
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ def _made_whole(text: str) -> Callable[[Node], OpSpec]:
     return build
 
 
-# Cheap tables, and random numbers: every rank draws them whole (issue D gives each element its own number).
+# Cheap tables.
 RULES.builder(
     aten.scalar_tensor.default,
     aten.linspace.default,
@@ -90,16 +90,6 @@ RULES.builder(
     aten.eye.m,
     aten.tril_indices.default,
     aten.triu_indices.default,
-    aten.rand.default,
-    aten.randn.default,
-    aten.randint.default,
-    aten.randint.low,
-    aten.randperm.default,
-    aten.rand_like.default,
-    aten.randn_like.default,
-    aten.bernoulli.default,
-    aten.bernoulli.p,
-    aten.multinomial.default,
 )(_made_whole("computed whole"))
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -22,24 +23,65 @@ def _numbered(shape: Sequence[int], tag: str = "d") -> tuple[dict[str, int], lis
 # -- layer_norm, rms_norm ------------------------------------------------------------------------------------
 
 
+class _RowNorm(torch.autograd.Function):
+    """layer_norm, or rms_norm (`centre=False`), of rows that are split over the groups.
+
+    With a backward of its own, because autograd's would keep three tensors a norm where x, which is kept anyway, and
+    the rows' statistics are enough. Backward: with g = dy * weight and n = (x - mean) * rstd,
+    `dx = rstd * (g - mean(g) - n * mean(g * n))`, both means over whole rows in one exchange.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        weight: Tensor | None,
+        bias: Tensor | None,
+        eps: float,
+        dims: int,
+        count: int,
+        groups: Groups,
+        centre: bool,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        over = tuple(range(-dims, 0))
+        wide = widen(x)
+        # The mean first, then squares around it: E[x^2] - E[x]^2 would cancel.
+        total = wide.sum(over, keepdim=True)
+        mean = psum(total / count, groups, varying=True) if centre else torch.zeros_like(total)
+        centred = wide - mean if centre else wide
+        rstd = (psum((centred * centred).sum(over, keepdim=True) / count, groups, varying=True) + eps).rsqrt()
+        y = centred * rstd
+        if weight is not None:
+            y = y * weight
+        if bias is not None:
+            y = y + bias
+        ctx.save_for_backward(x, weight, *([mean] if centre else []), rstd)
+        ctx.has_bias, ctx.rest = bias is not None, (over, count, groups, centre)
+        ctx.mark_non_differentiable(mean, rstd)  # nor have torch's statistics a gradient
+        return y.to(x.dtype), mean, rstd
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor, *_: Any) -> Any:
+        over, count, groups, centre = ctx.rest
+        x, weight, *means, rstd = ctx.saved_tensors
+        wide, dy = widen(x), widen(grad)
+        n = (wide - means[0] if centre else wide) * rstd
+        g = dy if weight is None else dy * weight
+        slope = (g * n).sum(over, keepdim=True)
+        sums = torch.stack([g.sum(over, keepdim=True), slope]) if centre else slope[None]
+        sums = psum(sums / count, groups, varying=True)
+        dx = (g - sums[0] - n * sums[1] if centre else g - n * sums[0]) * rstd
+        rows = tuple(range(x.dim() - len(over)))
+        dw = (dy * n).sum(rows).to(weight.dtype) if weight is not None else None
+        db = dy.sum(rows).to(grad.dtype) if ctx.has_bias else None
+        return dx.to(x.dtype), dw, db, None, None, None, None, None
+
+
 def layer_norm_part(
     x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float, dims: int, count: int, groups: Groups
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """layer_norm of rows that are split over the groups; `count` is a row's global length.
-
-    Two passes (the mean first, then squares around it): E[x^2] - E[x]^2 would cancel.
-    """
-    over = tuple(range(-dims, 0))
-    wide = widen(x)
-    mean = psum(wide.sum(over, keepdim=True) / count, groups, varying=True)
-    centred = wide - mean
-    rstd = (psum((centred * centred).sum(over, keepdim=True) / count, groups, varying=True) + eps).rsqrt()
-    y = centred * rstd
-    if weight is not None:
-        y = y * weight
-    if bias is not None:
-        y = y + bias
-    return y.to(x.dtype), mean.detach(), rstd.detach()  # torch's statistics have no gradient either
+    """layer_norm of rows that are split over the groups, and its statistics; `count` is a row's global length."""
+    return _RowNorm.apply(x, weight, bias, eps, dims, count, groups, True)
 
 
 def layer_norm_rows(
@@ -52,18 +94,13 @@ def layer_norm_rows(
 def rms_norm_part(
     x: Tensor, weight: Tensor | None, eps: float | None, dims: int, count: int, groups: Groups
 ) -> tuple[Tensor, Tensor]:
-    """rms_norm of rows that are split over the groups."""
-    over = tuple(range(-dims, 0))
-    wide = widen(x)
-    mean = psum((wide * wide).sum(over, keepdim=True) / count, groups, varying=True)
-    rstd = (mean + (torch.finfo(wide.dtype).eps if eps is None else eps)).rsqrt()
-    y = wide * rstd if weight is None else wide * rstd * weight
-    return y.to(x.dtype), rstd.detach()
+    """rms_norm of rows that are split over the groups, and its statistics."""
+    small = torch.finfo(widen(x).dtype).eps if eps is None else eps
+    y, _, rstd = _RowNorm.apply(x, weight, None, small, dims, count, groups, False)
+    return y, rstd
 
 
-def rms_norm_rows(
-    x: Tensor, weight: Tensor | None, eps: float | None, dims: int, count: int, groups: Groups
-) -> Tensor:
+def rms_norm_rows(x: Tensor, weight: Tensor | None, eps: float | None, dims: int, count: int, groups: Groups) -> Tensor:
     """`rms_norm_part` without the statistics."""
     return rms_norm_part(x, weight, eps, dims, count, groups)[0]
 
@@ -112,8 +149,13 @@ def _lower_row_norm(op: LocalOp) -> Lowered:
 def _exchange_row_norm(op: LocalOp) -> list[Exchange]:
     hidden = _hidden(op)
     rows = math.prod(op.in_shape(0)) // math.prod(op.local(h) for h in hidden)
-    sums = 1 if "rms" in str(op.node.target) else 2  # the mean of squares, or the mean and the variance
-    return all_reduces(op, hidden, rows, forward=sums, backward=sums)
+    if "rms" in str(op.node.target):
+        return all_reduces(op, hidden, rows, forward=1, backward=1)
+    # The mean, then the variance; in backward both sums at once.
+    return [
+        *all_reduces(op, hidden, rows, forward=2, backward=0),
+        *all_reduces(op, hidden, 2 * rows, forward=0, backward=1),
+    ]
 
 
 # -- group_norm, instance_norm -------------------------------------------------------------------------------

@@ -25,8 +25,6 @@ _MORE = (
     aten.to.dtype_layout,
     aten.to.device,
     aten.type_as.default,
-    aten.dropout.default,
-    aten.native_dropout.default,
     aten.where.self,
     aten.where.ScalarSelf,
     aten.where.ScalarOther,

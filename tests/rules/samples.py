@@ -82,9 +82,7 @@ def _pointwise() -> Iterator[Sample]:
     yield _s(aten.to.dtype_layout, t(4, 6), dtype=torch.float32)
     yield _s(aten.to.device, t(4, 6), torch.device("cpu"), torch.float32)
     yield _s(aten.type_as.default, t(4, 6), t(4, 6).float(), constant=(1,))
-    yield _s(aten.dropout.default, t(4, 6), 0.0, True)
-    yield _s(aten.dropout.default, t(4, 6), 0.5, False)
-    yield _s(aten.native_dropout.default, t(4, 6), 0.0, True)
+    yield _s(aten.native_dropout_backward.default, t(4, 6), yes(4, 6), 1.25)
     yield _s(aten.where.self, yes(4, 6), t(4, 6), t(6))
     yield _s(aten.where.ScalarSelf, yes(4, 6), 2.0, t(4, 6))
     yield _s(aten.where.ScalarOther, yes(4, 6), t(4, 1), 2.0)
@@ -344,19 +342,10 @@ def _creation() -> Iterator[Sample]:
     yield _s(aten.eye.m, 4, 6)
     yield _s(aten.tril_indices.default, 4, 4)
     yield _s(aten.triu_indices.default, 4, 4)
-    for op, args in (
-        (aten.rand.default, ([4, 6],)),
-        (aten.randn.default, ([4, 6],)),
-        (aten.randint.default, (5, [4, 6])),
-        (aten.randint.low, (1, 5, [4, 6])),
-        (aten.randperm.default, (12,)),
-        (aten.rand_like.default, (t(4, 6),)),
-        (aten.randn_like.default, (t(4, 6),)),
-        (aten.bernoulli.default, (pos(4, 6),)),
-        (aten.bernoulli.p, (pos(4, 6), 0.5)),
-        (aten.multinomial.default, (pos(4, 6), 2)),
-    ):
-        yield Sample(op, args, constant=(0,), empty=True)
+    key, cpu = torch.tensor([7, 3]), torch.device("cpu")
+    for what, shape in (("keep", [4, 6]), ("uniform", [12]), ("normal", [2, 2, 3, 4]), ("exponential", [4, 6, 140])):
+        dtype = torch.bool if what == "keep" else torch.float64
+        yield _s(torch.ops.autopar3d.draw.default, key, 5, what, 0.4, shape, dtype, cpu)
     yield _s(aten.tril.default, t(4, 2, 6, 6))
     yield _s(aten.triu.default, t(4, 2, 6, 6), 1)
     yield _s(aten.broadcast_tensors.default, [t(4, 1), t(6)])
