@@ -41,11 +41,15 @@ def initial_values(model: nn.Module, device: torch.device, seed: int) -> Iterato
                 for around in _outwards(path):
                     with _seeded(f"{seed} {path} {around}", device), torch.no_grad():
                         _run(functions[around])
-            for leaf, tensor in _own(module):
-                # A function may have put a new tensor there.
-                if not tensor.is_meta:
-                    name = f"{path}.{leaf}" if path else leaf
-                    yield name, tensor.detach(), _is_written(tensor, made.get(leaf))
+            yield from _filled(path, module, made)
+
+
+def _filled(path: str, module: nn.Module, made: dict[str, Tensor]) -> Iterator[tuple[str, Tensor, bool]]:
+    for leaf, tensor in _own(module):
+        # A function may have put a new tensor there.
+        if not tensor.is_meta:
+            name = f"{path}.{leaf}" if path else leaf
+            yield name, tensor.detach(), _is_written(tensor, made.get(leaf))
 
 
 def _run(functions: list[Callable[[], Any]]) -> None:
@@ -90,6 +94,7 @@ def _made_real(module: nn.Module, device: torch.device, seen: set[int]) -> Itera
     finally:
         module._parameters.update(before[0])
         module._buffers.update(before[1])
+        made.clear()
 
 
 @contextlib.contextmanager

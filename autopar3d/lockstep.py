@@ -95,7 +95,8 @@ def _combine(tensors: list[Tensor], op: str) -> Tensor:
 
 
 def _reduce_scatter(args: list[Any]) -> list[Tensor]:
-    return [c.contiguous() for c in _combine([a[0] for a in args], args[0][1]).chunk(len(args))]
+    # Copies: a chunk would keep the whole sum alive.
+    return [c.clone() for c in _combine([a[0] for a in args], args[0][1]).chunk(len(args))]
 
 
 def _all_reduce(args: list[Any]) -> list[Tensor]:

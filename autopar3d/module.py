@@ -21,6 +21,7 @@ from torch.utils._pytree import TreeSpec, tree_unflatten
 
 from . import state, tree
 from .collectives import collectives
+from .counter import RandomState
 from .errors import InputError, StateError, TraceError
 from .execute import Entered, Executor, run_step
 from .layout import Layout
@@ -40,6 +41,7 @@ class Engine:
 
     executor: Executor
     device: torch.device
+    seed: int
 
     def prepare(self, module: ParallelModule, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Prepared:
         """Plan a call; the first time, give the module its tensors."""
@@ -84,6 +86,7 @@ class _Calls:
     """What a parallel module remembers beside its tensors."""
 
     engine: Engine
+    random: RandomState
     steps: dict[Key, Prepared] = field(default_factory=dict)
     last: Prepared | None = None
     uninitialized: state.Uninitialized = field(default_factory=state.Uninitialized)
@@ -100,7 +103,7 @@ class ParallelModule(GraphModule):
     def __init__(self, engine: Engine, model: nn.Module) -> None:
         super().__init__(nn.Module(), _empty_graph(), class_name=model._get_name())
         # One attribute, set past nn.Module, whose name no model uses: a parameter may be called as it likes.
-        self.__dict__["_ap3d"] = _Calls(engine)
+        self.__dict__["_ap3d"] = _Calls(engine, RandomState(engine.seed))
         tree.grow(self, model)
 
     # -- what users look at --------------------------------------------------------------------------------
@@ -144,11 +147,11 @@ class ParallelModule(GraphModule):
         if calls is None:
             return super().__repr__()
         if calls.last is None:
-            return tree.describe(self, self._get_name(), _shape) + f"\nnot planned yet: {_UNPLANNED}"
+            return tree.describe(self, str) + f"\nnot planned yet: {_UNPLANNED}"
         step = calls.last.step
         arguments = zip(step.program.arguments, step.argument_layouts, strict=True)
         layouts = {id(_tensor(self, a.names[0])): str(lay) for a, lay in arguments if a.kind == "parameter"}
-        text = tree.describe(self, self._get_name(), lambda t: f"{_shape(t)} {layouts.get(id(t), '')}".rstrip())
+        text = tree.describe(self, lambda t: layouts.get(id(t), ""))
         text += f"\non grid {calls.engine.executor.grid}; what went where: print(par.plan)"
         for name, graph in (("forward", step.runs.forward), ("backward", step.runs.backward)):
             if graph is not None:
@@ -326,6 +329,16 @@ class ParallelModule(GraphModule):
         """
         state.load_full_optimizer_state(self, optimizer, state_dict)
 
+    def random_state(self) -> dict[str, int]:
+        """What the random numbers of later calls depend on: save it beside `state_dict()` to resume exactly."""
+        calls: _Calls = self.__dict__["_ap3d"]
+        return {"seed": calls.random.seed, "step": calls.random.step}
+
+    def set_random_state(self, state: Mapping[str, int]) -> None:
+        """Take up what `random_state()` gave, here or on any other grid. Every rank must be given the same."""
+        calls: _Calls = self.__dict__["_ap3d"]
+        calls.random.seed, calls.random.step = int(state["seed"]), int(state["step"])
+
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> ParallelModule:
         tree.refuse_conversion(self, fn)
         return self
@@ -340,6 +353,7 @@ class ParallelModule(GraphModule):
         copies = state.copy_tensors(self, memo)
         state.hold_copies(made, self, copies)
         own: _Calls = made.__dict__["_ap3d"]
+        own.random = replace(calls.random)
         own.uninitialized = calls.uninitialized.copied(copies)
         for key, prepared in calls.steps.items():
             own.steps[key] = again = prepared.copied()
@@ -414,20 +428,30 @@ class _RunGraphs:
         self.updated = {i: tree.slot(module, r.name) for i, r in enumerate(results) if r.kind == "buffer"}
         names = {r.name for r in results if r.kind == "buffer"}
         self.changing = [i for i, a in enumerate(program.arguments) if names & set(a.names)]
-        # Per argument of the program: a table and a key in it, a constant, or None for the next input.
-        self.slots: list[tree.Slot | Tensor | None] = []
+        # Per argument of the program: a table and a key in it, a constant, the source of the key of random numbers, or
+        # None for the next input.
+        self.slots: list[tree.Slot | Tensor | RandomState | None] = []
         for argument in program.arguments:
             if argument.kind == "input":
                 self.slots.append(None)
             elif argument.kind == "constant":
                 self.slots.append(program.constants[argument.node])
+            elif argument.kind == "key":
+                self.slots.append(module.__dict__["_ap3d"].random)
             else:
                 self.slots.append(tree.slot(module, argument.names[0]))
 
     def __call__(self, *shards: Any) -> list[Tensor]:
         given = iter(shards)
         tensors = [
-            next(given) if s is None else s[0][s[1]] if isinstance(s, tuple) else s for s in self.slots
+            next(given)
+            if s is None
+            else s[0][s[1]]
+            if isinstance(s, tuple)
+            else s.next()
+            if isinstance(s, RandomState)
+            else s
+            for s in self.slots
         ]
         for i in self.changing:
             # Backward may need the values from before the update.
@@ -467,10 +491,6 @@ def _differences(given: Leaves, planned: Leaves) -> list[str]:
 
 def _kind(leaf: Any) -> str:
     return f"{leaf.dtype} {tuple(leaf.shape)}" if isinstance(leaf, Tensor) else repr(leaf)
-
-
-def _shape(tensor: Tensor) -> str:
-    return f"{str(tensor.dtype).removeprefix('torch.')}{list(tensor.shape)}"
 
 
 def _summary(graph: GraphModule) -> str:

@@ -16,8 +16,9 @@ from .step import Options
 def with_outputs(program: Program, options: Options) -> tuple[Program, Options]:
     """The program without the outputs that "loss" leaves out, and the options with every output by its path.
 
-    What is left out is not computed and comes back as None. A dict's keys may be paths as the plan lists them
-    (`['logits']`, `[1]`), or just the name of a field or key (`logits`).
+    What is left out is not computed and comes back as None. A dict's keys are paths as the plan lists them
+    (`['logits']`, `[1]`, `.parts['out']`), or the same in words (`logits`,
+    `parts.out`), from the end where that is one output only (`out`).
 
     Raises:
         PlanError: no output has such a name, or "loss" is asked of a program without a scalar output.
@@ -37,11 +38,21 @@ def with_outputs(program: Program, options: Options) -> tuple[Program, Options]:
 
 
 def _path(key: str, outputs: list[Result]) -> str:
-    names = [r.name for r in outputs]
-    found = [n for n in names if n == key] or [n for n in names if re.sub(r"[\[\]'\".]+", " ", n).strip() == key]
-    if not found:
-        raise PlanError(f"outputs= names {key!r}; the model's outputs are {', '.join(map(repr, names))}")
-    return found[0]
+    words = _words(key)
+    for fits in (
+        lambda name: name == key,
+        lambda name: _words(name) == words,
+        lambda name: words and _words(name)[-len(words) :] == words,
+    ):
+        found = [r.name for r in outputs if fits(r.name)]
+        if len(found) == 1:
+            return found[0]
+    names = ", ".join(repr(r.name) for r in outputs if r.node is not None)
+    raise PlanError(f"outputs= names {key!r}; the model's outputs are {names}")
+
+
+def _words(path: str) -> list[str]:
+    return re.findall(r"\w+", path)
 
 
 def _is_loss(program: Program, name: str) -> bool:

@@ -170,6 +170,7 @@ class Plan:
         whole: tensors kept whole -> why.
         repeated: ops repeated on some axes.
         without_rule: ops computed whole for want of a rule -> number of uses.
+        notes: what else a user should know, in sentences.
         hash: digest of decisions, layouts and graphs: equal exactly when ranks run the same program.
     """
 
@@ -199,6 +200,7 @@ class Plan:
     repeated: tuple[Repeated, ...]
     without_rule: dict[str, int]
     hash: str
+    notes: tuple[str, ...] = ()
 
     @property
     def devices(self) -> int:

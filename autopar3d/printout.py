@@ -195,6 +195,7 @@ def _notes(plan: Plan) -> str:
         lines.append(wrapped(f"Without a rule, so computed whole: {uses}.", WIDTH))
     else:
         lines.append("Without a rule: nothing.")
+    lines += [wrapped(f"Note: {note}", WIDTH) for note in plan.notes]
     return "\n".join(lines)
 
 

@@ -16,10 +16,11 @@ from . import timing
 from .attribution import Attribution
 from .factors import is_getitem, producer
 from .layout import Layout
-from .passes.propagate import gradients
+
 from .passes.rewrite import Movement
 from .plan import OpPlan, OutputPlan, ParameterPlan, Plan, Repeated, Sent
 from .program import module_path, source_line, text
+from .readings import gradients
 from .redistribute import State
 from .rules import OpSpec, operands, results
 from .saved import is_view
@@ -96,6 +97,7 @@ class _Accountant:
             repeated=self._repeated(),
             without_rule={op: len(nodes) for op, nodes in self.factors.without_rule.items()},
             hash=self._hash(),
+            notes=self.program.notes,
         )
 
     def _graphs(self) -> list[GraphModule]:

@@ -39,21 +39,24 @@ def connect(grid: Grid, device_type: str) -> tuple[DeviceMesh, int]:
     grid.check_world(dist.get_world_size())
     _quiet_redistribution()
     ranks = torch.tensor(grid.ranks or range(grid.size)).reshape(grid.sizes)
-    mesh = DeviceMesh(device_type, ranks, mesh_dim_names=AXES)
+    position = (ranks.flatten() == dist.get_rank()).nonzero()
+    return _mesh(grid, device_type, ranks), int(position)
+
+
+def _mesh(grid: Grid, device_type: str, ranks: Tensor) -> DeviceMesh:
+    """The mesh of a grid; a second one of the same grid has the same groups."""
     # A DeviceMesh numbers its groups differently on each rank; graphs need one name. No public way to name a group.
     from torch._C._distributed_c10d import _register_process_group
     from torch.distributed.distributed_c10d import _resolve_process_group
 
-    for axis in grid.axes:
-        alias, group = grid.alias(axis), mesh.get_group(axis)
-        try:
-            known = _resolve_process_group(alias) is group
-        except (RuntimeError, ValueError):
-            known = False
-        if not known:
-            _register_process_group(alias, group)
-    position = (ranks.flatten() == dist.get_rank()).nonzero()
-    return mesh, int(position)
+    try:
+        groups = [_resolve_process_group(grid.alias(axis)) for axis in AXES]
+    except (RuntimeError, ValueError):  # not registered yet, or no more
+        mesh = DeviceMesh(device_type, ranks, mesh_dim_names=AXES)
+        for axis in AXES:
+            _register_process_group(grid.alias(axis), mesh.get_group(axis))
+        return mesh
+    return DeviceMesh.from_group(groups, device_type, ranks, mesh_dim_names=AXES)
 
 
 def _single_process_group() -> None:

@@ -57,12 +57,15 @@ class Skeleton:
         kwargs: dict[str, Any],
         modes: dict[str, bool],
         trainable: dict[str, bool],
+        *,
+        by_place: bool = True,
     ) -> Program:
         """The canonical program of one call; tensors may be real, fake or meta, only shape and dtype are read.
 
         Args:
             modes: train/eval flag by module path.
             trainable: requires_grad by parameter name.
+            by_place: whether random ops become functions of their place, or stay torch's own.
 
         Raises:
             TraceError: the model cannot be made a graph.
@@ -75,7 +78,8 @@ class Skeleton:
         fake_args, fake_kwargs = torch.utils._pytree.tree_map_only(
             Tensor, lambda t: self._fake(t, device), (args, kwargs)
         )
-        return randomize(canonicalize(trace(self.model, fake_args, fake_kwargs)))
+        program = canonicalize(trace(self.model, fake_args, fake_kwargs))
+        return randomize(program) if by_place else program
 
     def _fake(self, tensor: Tensor, device: torch.device) -> Tensor:
         with self.mode:

@@ -142,8 +142,10 @@ def load_full_optimizer_state(root: nn.Module, optimizer: Optimizer, given: Mapp
 
 def _placed(what: str, value: Any, parameter: Tensor, key: str) -> Any:
     """A state as the optimizer over sharded parameters makes it: placed as the parameter, or whole everywhere."""
-    if not isinstance(value, Tensor) or key == "step":
+    if not isinstance(value, Tensor):
         return value
+    if key == "step" or (value.dim() == 0 and parameter.dim() > 0):
+        return value.clone()
     if not isinstance(parameter, DTensor):
         return fitted(value, parameter).clone()
     if value.shape == parameter.shape:
@@ -152,8 +154,6 @@ def _placed(what: str, value: Any, parameter: Tensor, key: str) -> Any:
         return made
     if value.numel() == parameter.numel():
         raise StateError(f"{what} has shape {tuple(value.shape)}, the parameter {tuple(parameter.shape)}")
-    if value.dim() == 0:
-        return value
     # As of Adafactor, which keeps row and column sums.
     mesh = parameter.device_mesh
     return distribute_tensor(value.to(parameter.to_local().device), mesh, [Replicate()] * mesh.ndim)

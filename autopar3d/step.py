@@ -11,10 +11,11 @@ from .grid import Grid
 from .hardware import Hardware
 from .layout import Layout
 from .passes.differentiate import Differentiated, differentiate
-from .passes.propagate import propagate, readings
+from .passes.propagate import propagate
 from .passes.rewrite import LocalProgram, rewrite
 from .plan import Decisions
 from .program import Program
+from .readings import readings
 from .redistribute import State
 from .strategies import needed, states
 

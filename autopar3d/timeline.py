@@ -123,7 +123,8 @@ class Network:
     def finish(self, node: Node) -> float:
         """Let time pass until a collective is through, if it is not; when it was through, in seconds."""
         while node not in self.done:
-            self.advance_to_next()
+            if not self.advance_to_next():
+                raise ValueError(f"{node.name} was never started")
         return self.done[node]
 
     def _next(self) -> float | None:

@@ -102,23 +102,39 @@ def refuse_conversion(root: nn.Module, fn: Callable[[Tensor], Tensor]) -> None:
             )
 
 
-def describe(root: nn.Module, name: str, show: Callable[[Tensor], str]) -> str:
-    """The tree as text, one line a part and one a tensor; equal neighbours are one entry, as `0-11: 12 x Block`."""
-    lines = [name]
-    tensors = [(k, t) for k, t in (*root._parameters.items(), *root._buffers.items()) if t is not None]
-    lines += [f"  {leaf} {show(tensor)}" for leaf, tensor in tensors]
-    runs: list[tuple[list[str], str, str]] = []
+Line = tuple[str, tuple[str, ...]]
+
+
+def describe(root: nn.Module, label: Callable[[Tensor], str]) -> str:
+    """The tree as text, one line a part and one a tensor.
+
+    Neighbours of one form are one entry, as `0-11: 12 x Block`, whose tensors carry all their labels.
+    """
+    lines = [(root._get_name(), ()), *(("  " + text, labels) for text, labels in _lines(root, label))]
+    return "\n".join(f"{text}  {' or '.join(labels)}".rstrip() for text, labels in lines)
+
+
+def _lines(root: nn.Module, label: Callable[[Tensor], str]) -> list[Line]:
+    lines: list[Line] = []
+    for leaf, tensor in (*root._parameters.items(), *root._buffers.items()):
+        if tensor is not None:
+            shape = f"{str(tensor.dtype).removeprefix('torch.')}{list(tensor.shape)}"
+            lines.append((f"{leaf} {shape}", (label(tensor),)))
+    runs: list[tuple[list[str], str, list[Line]]] = []
     for leaf, child in root._modules.items():
         if child is None:
             continue
-        kind = child._get_name()
-        text = describe(child, kind, show)
-        if runs and runs[-1][1] == text:
-            runs[-1][0].append(leaf)
+        kind, below = child._get_name(), _lines(child, label)
+        leaves, known, merged = runs[-1] if runs else ([], "", [])
+        if kind == known and [text for text, _ in merged] == [text for text, _ in below]:
+            leaves.append(leaf)
+            merged[:] = [
+                (text, tuple(dict.fromkeys(a + b))) for (text, a), (_, b) in zip(merged, below, strict=True)
+            ]
         else:
-            runs.append(([leaf], text, kind))
-    for leaves, text, kind in runs:
-        first, _, rest = text.partition("\n")
-        head = f"{leaves[0]}: {first}" if len(leaves) == 1 else f"{leaves[0]}-{leaves[-1]}: {len(leaves)} x {kind}"
-        lines += [f"  {line}" for line in [head, *(rest.split("\n") if rest else [])]]
-    return "\n".join(lines)
+            runs.append(([leaf], kind, below))
+    for leaves, kind, below in runs:
+        name = leaves[0] if len(leaves) == 1 else f"{leaves[0]}-{leaves[-1]}"
+        lines.append((f"{name}: {kind}" if len(leaves) == 1 else f"{name}: {len(leaves)} x {kind}", ()))
+        lines += [("  " + text, labels) for text, labels in below]
+    return lines

@@ -15,6 +15,7 @@ A list schedule in three steps, all on predicted times (`autopar3d.timing`), the
 from __future__ import annotations
 
 import heapq
+import itertools
 import operator
 from collections import defaultdict, deque
 from collections.abc import Iterable
@@ -29,8 +30,9 @@ from autopar3d.timing import axis_of, is_heavy, is_start, is_view, is_wait, seco
 
 aten = torch.ops.aten
 
-# (heavy ops by which a node may overtake another, heavy ops by which a prefetch may lead its reader), bold to timid.
-_LADDER = ((8, 4), (4, 2), (2, 1), (0, 1))
+# (heavy ops by which a node may overtake another, heavy ops by which a prefetch may lead its reader), bold to timid;
+# None: the work stays in the given order.
+_LADDER = ((8, 4), (4, 2), (2, 1), (0, 1), (None, 1))
 
 # A gather is prefetched this many times its predicted duration before its reader: predictions are not exact.
 _SLACK = 1.5
@@ -54,8 +56,11 @@ def overlap(module: GraphModule, grid: Grid, hardware: Hardware, *, memory: floa
     bound = (1.0 + memory) * before.peak_bytes
     facts = _Facts(given, grid, hardware)
     for lag, lead in _LADDER:
-        work = _Work(facts, lag, (before.peak_bytes + bound) / 2)
-        order = _prefetch(facts, work, lead, bound)
+        if lag is None:
+            order = _prefetch(facts, given, facts.times(given), lead, bound)
+        else:
+            work = _Work(facts, lag, (before.peak_bytes + bound) / 2)
+            order = _prefetch(facts, work.order, work.time, lead, bound)
         after = timeline_of(order, grid, hardware)
         if after.peak_bytes <= bound and after.seconds <= before.seconds * (1.0 + 1e-9):
             return _rebuild(module, order)
@@ -135,15 +140,15 @@ class _Facts:
             if node in links:
                 readers = (first[u] if u in links else self.depth[u] for u in node.users)
                 first[node] = min(readers, default=0)
-        found: set[Node] = set()
-        for node in self.body:
-            if node in links and is_start(node) and first[node] > links[node]:
-                found.add(node)
-        # A chain whose end has too few heavy ops before it is left whole to the first step.
-        for node in reversed(self.body):
-            if node in links and is_start(node) and node not in found:
-                found.difference_update(_starts_before(node))
-        return found
+        starts = {n: _starts_before(n) for n in self.body if n in links and is_start(n)}
+        found = {n for n in starts if first[n] > links[n]}
+        # A chain of which some start has too few heavy ops before it is left whole to the first step.
+        while True:
+            whole = {n for n in found if found.issuperset(starts[n])}
+            whole.difference_update(m for n in starts if n not in whole for m in starts[n])
+            if whole == found:
+                return found
+            found = whole
 
     def _dependences(self) -> None:
         seeded: Node | None = None
@@ -181,6 +186,10 @@ class _Facts:
         unread = {n: None for n in self.body if n not in order}
         return [*list(order)[:-1], *unread, self.nodes[-1]]
 
+    def times(self, order: list[Node]) -> list[float]:
+        """When each node runs if nothing waits."""
+        return list(itertools.accumulate((0.0 if is_start(n) else self.seconds[n] for n in order[:-1]), initial=0.0))
+
     def items(self, node: Node) -> list[Node]:
         """The items of a tuple: they are taken at once, so that the others need not be kept."""
         return [u for u in node.users if u.target is operator.getitem and u in self.lazy]
@@ -209,6 +218,7 @@ class _Facts:
 
 
 def _starts_before(node: Node) -> list[Node]:
+    """The collectives whose results a collective of inputs of the graph works on."""
     found, todo = [], list(node.all_input_nodes)
     while todo:
         n = todo.pop()
@@ -402,9 +412,8 @@ class _Work:
                     self._append(node)
 
 
-def _prefetch(facts: _Facts, work: _Work, lead: int, bound: float) -> list[Node]:
-    """Step 2: the order with the starts in `facts.ahead` moved up."""
-    order, time = work.order, work.time
+def _prefetch(facts: _Facts, order: list[Node], time: list[float], lead: int, bound: float) -> list[Node]:
+    """Step 2: the order, whose nodes run at the times given, with the starts in `facts.ahead` moved up."""
     live = live_bytes(order, facts.storage).astype(float)
     busy = _busy(facts, order)
     position = {n: i for i, n in enumerate(order)}

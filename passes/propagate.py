@@ -16,7 +16,6 @@ Left out of the space: a shared copy that is still a partial sum; and see `strat
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from functools import cache
 from typing import Any, NamedTuple
 
@@ -33,9 +32,10 @@ from autopar3d.hardware import Hardware
 from autopar3d.plan import Decisions
 from autopar3d.prices import price_table
 from autopar3d.program import Program
+from autopar3d.readings import Slot, drops, gradients, readings, regathered
 from autopar3d.redistribute import State, sent
 from autopar3d.rules import LocalOp, OpSpec, operands, results
-from autopar3d.saved import is_view, saved_operands
+from autopar3d.saved import is_view
 from autopar3d.solver import Problem
 from autopar3d.strategies import Strategy, given, needed, states, strategies, summed_factors
 
@@ -76,80 +76,12 @@ def propagate(
     return _Planner(program, grid, hardware, factors, scheme, regather, result_states, dict(pinned or {})).run()
 
 
-@dataclass(frozen=True)
-class Slot:
-    """One reading of a value: an operand of an op, or a result of the program (`operand` is then its number)."""
-
-    reader: Node | None
-    operand: int
-
-
 class _End(NamedTuple):
     """One end of an edge: a vertex and the placement that each of its states means; equal keys, equal placements."""
 
     vertex: Any
     key: Any
     states: list[State]
-
-
-def gradients(program: Program) -> set[Node]:
-    """Nodes whose value has a gradient: floating point, and reached from a tensor that requires one."""
-    requires = {a.node for a in program.arguments if a.requires_grad}
-    found: set[Node] = set()
-    for node in program.graph.graph.nodes:
-        val = node.meta.get("val")
-        if node.op == "placeholder":
-            reached = node.name in requires
-        else:
-            reached = any(n in found for n in node.all_input_nodes) and not _detaches(node)
-        values = val if isinstance(val, (tuple, list)) else [val]
-        if reached and any(isinstance(v, Tensor) and (v.is_floating_point() or v.is_complex()) for v in values):
-            found.add(node)
-    return found
-
-
-def _detaches(node: Node) -> bool:
-    return node.target is torch.ops.aten.detach.default
-
-
-def readings(program: Program) -> dict[Node, list[Slot]]:
-    """Per value, who reads it."""
-    graph = program.graph.graph
-    found: dict[Node, list[Slot]] = {}
-    for node in graph.nodes:
-        if node.op == "call_function" and not is_getitem(node):
-            for i, operand in enumerate(operands(node)):
-                found.setdefault(operand, []).append(Slot(node, i))
-    by_name = {n.name: n for n in graph.nodes}
-    for i, result in enumerate(program.results):
-        if result.node is not None:
-            found.setdefault(by_name[result.node], []).append(Slot(None, i))
-    return found
-
-
-def regathered(program: Program, grads: set[Node], slots: Mapping[Node, list[Slot]]) -> set[Slot]:
-    """Readings whose value some backward needs: a gathered copy made for one of them is gathered again in backward.
-
-    A reading by a view counts when one of the view's own readings does, as both are the same memory.
-    """
-    found: set[Slot] = set()
-    alive: set[Node] = set()  # values with such a reading
-    for node in reversed(program.graph.graph.nodes):
-        for slot in slots.get(node, ()):
-            reader = slot.reader
-            if reader is None:
-                continue
-            saves = reader in grads and slot.operand in saved_operands(reader, _flags(reader, grads))
-            if not saves and slot.operand == 0 and is_view(reader):
-                saves = any(o in alive for o in [u for u in reader.users if is_getitem(u)] or [reader])
-            if saves:
-                found.add(slot)
-                alive.add(node)
-    return found
-
-
-def _flags(node: Node, grads: set[Node]) -> tuple[bool, ...]:
-    return tuple(o in grads for o in operands(node))
 
 
 def _signature(node: Node, spec: OpSpec) -> tuple[Any, ...]:
@@ -160,11 +92,6 @@ def _signature(node: Node, spec: OpSpec) -> tuple[Any, ...]:
 
 def _type(val: Any) -> str:
     return f"{val.dtype}{tuple(val.shape)}" if isinstance(val, Tensor) else str(val)
-
-
-def drops(regather: str, value: Node) -> bool:
-    """Whether gathered copies of this value are dropped after forward and gathered again."""
-    return regather == "all" or (regather == "weights" and value.op == "placeholder")
 
 
 class _Planner:

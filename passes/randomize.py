@@ -95,7 +95,7 @@ class _Randomizer:
         return dataclasses.replace(
             self.program,
             graph=GraphModule(nn.Module(), self.graph),
-            arguments=(*self.program.arguments, Argument(self.key.name, "key", (self.key.name,))),
+            arguments=(*self.program.arguments, Argument(self.key.name, "key", ("(random key)",))),
             results=tuple(
                 r if r.node is None else dataclasses.replace(r, node=renamed[r.node]) for r in self.program.results
             ),

@@ -22,11 +22,10 @@ from autopar3d.grid import Grid
 from autopar3d.layout import Layout
 from autopar3d.plan import Decisions
 from autopar3d.program import Program, module_path
+from autopar3d.readings import Slot, drops, gradients, readings, regathered
 from autopar3d.redistribute import State, Step, Transfer, route, sent, transfers
 from autopar3d.rules import Exchange, LocalOp, operands, results
 from autopar3d.strategies import given, needed
-
-from .propagate import Slot, drops, gradients, readings, regathered
 
 
 @dataclass(frozen=True)

@@ -236,7 +236,7 @@ class Nested(nn.Module):
         return Record((out - y).square().mean(), {"out": out, "hidden": (h, None, "name")}, 3)
 
 
-@pytest.mark.parametrize("outputs", ["auto", "global", "sharded", {"parts['out']": "global"}, {"loss": "auto"}])
+@pytest.mark.parametrize("outputs", ["auto", "global", "sharded", {"parts.out": "global"}, {"loss": "auto"}])
 def test_outputs_have_the_models_own_form(outputs: Any) -> None:
     y = rows(seed=5)
     par = autopar3d.simulate(make(Nested), GRID, rows(), {"y": y}, outputs=outputs)
@@ -294,7 +294,7 @@ def test_a_loss_function_goes_inside_the_graph() -> None:
     assert not hasattr(model, "targets") and model(rows()).shape == (8, 8)  # the model itself is as before
     with pytest.raises(InputError, match=r"kwargs\['targets'\]\[0\] is missing"):
         par(rows())
-    with pytest.raises(InputError, match="pass a tuple"):
+    with pytest.raises(InputError, match="must be a tuple"):
         autopar3d.simulate(ref, GRID, rows(), {"targets": labels}, loss_fn=F.cross_entropy)
 
 
@@ -474,7 +474,7 @@ def test_print_shows_parts_layouts_and_graphs() -> None:
     par = autopar3d.simulate(make(Deep), GRID, rows(), scheme="1d")
     text = str(par)
     assert text == repr(par) and text.startswith("Deep\n")
-    assert "0-3: 4 x Sequential" in text and "weight float64[8, 8] [" in text
+    assert "0-3: 4 x Sequential" in text and "weight float64[8, 8]  [" in text
     assert "forward_graph: " in text and "all_gather" in text
     assert len(text.splitlines()) < 20 and max(map(len, text.splitlines())) <= 120
     par.graph.print_tabular()

@@ -1,4 +1,7 @@
-"""What a rank stores and keeps is 1/P of what one device does."""
+"""What a rank keeps between forward and backward is 1/P of what one device does.
+
+That parameters, gradients and optimizer state are 1/P is looked at where real ranks run: test_real_ranks.py.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +14,7 @@ import torch
 from torch import Tensor
 
 import autopar3d
-from autopar3d import Grid, ParallelModule
+from autopar3d import Grid
 from autopar3d.lockstep import run_lockstep
 from tests.models import MODELS
 
@@ -104,31 +107,3 @@ def test_one_device_keeps_what_eager_keeps_and_no_more() -> None:
         model(*inputs)
     one = sum(sizes[0] for sizes in saved((1, 1, 1)).values())
     assert one <= sum(kept.values())
-
-
-def test_parameters_gradients_and_optimizer_are_1_p(ranks: Any) -> None:
-    model, _ = gpt()
-    total = sum(p.numel() for p in model.parameters())
-    for grid in ((2, 2, 2), (1, 2, 2)):
-        count = math.prod(grid)
-        for parameters, gradients, optimizer in ranks.run(_elements, grid, ranks=count):
-            assert (parameters, gradients) == (total / count, total / count)
-            assert optimizer == 2 * total / count  # AdamW's two moments
-
-
-def _elements(grid: Sizes) -> tuple[int, int, int]:
-    """Elements of parameters, gradients and optimizer state on this rank."""
-    model, inputs = gpt()
-    par: ParallelModule = autopar3d.compile(model, grid, inputs)
-    optimizer = torch.optim.AdamW(par.parameters())
-    par(*inputs).backward()
-    optimizer.step()
-    moments = [s[k] for s in optimizer.state.values() for k in ("exp_avg", "exp_avg_sq")]
-    parameters = list(par.parameters())
-    return held(parameters), held([p.grad for p in parameters]), held(moments)
-
-
-def held(tensors: list[Any]) -> int:
-    """Elements of the memory behind DTensors: storages, not views."""
-    storages = {t.to_local().untyped_storage()._cdata: t.to_local() for t in tensors}
-    return sum(t.untyped_storage().nbytes() // t.element_size() for t in storages.values())

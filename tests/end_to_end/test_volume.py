@@ -95,7 +95,7 @@ def _formula(grid: Sizes, roles: str, learned: bool, regather: str) -> Sent:
             # It wants no gradient, so nothing is reduced either.
             add(a, "all_gather", x)
             add(a, "reduce_scatter", x)
-            if regather == "all":
+            if regather == "all" or (regather == "weights" and number == 0):  # learned rows are a weight
                 add(a, "all_gather", x)
         add(b, "all_gather", w)
         add(b, "reduce_scatter", w)

@@ -1,0 +1,88 @@
+"""Who reads what in a program: readings of values, which values have gradients, and what backward needs again."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.fx import Node
+
+from .factors import is_getitem
+from .program import Program
+from .rules import operands
+from .saved import is_view, saved_operands
+
+
+@dataclass(frozen=True)
+class Slot:
+    """One reading of a value: an operand of an op, or a result of the program (`operand` is then its number)."""
+
+    reader: Node | None
+    operand: int
+
+
+def gradients(program: Program) -> set[Node]:
+    """Nodes whose value has a gradient: floating point, and reached from a tensor that requires one."""
+    requires = {a.node for a in program.arguments if a.requires_grad}
+    found: set[Node] = set()
+    for node in program.graph.graph.nodes:
+        val = node.meta.get("val")
+        if node.op == "placeholder":
+            reached = node.name in requires
+        else:
+            reached = any(n in found for n in node.all_input_nodes) and not _detaches(node)
+        values = val if isinstance(val, (tuple, list)) else [val]
+        if reached and any(isinstance(v, Tensor) and (v.is_floating_point() or v.is_complex()) for v in values):
+            found.add(node)
+    return found
+
+
+def _detaches(node: Node) -> bool:
+    return node.target is torch.ops.aten.detach.default
+
+
+def readings(program: Program) -> dict[Node, list[Slot]]:
+    """Per value, who reads it."""
+    graph = program.graph.graph
+    found: dict[Node, list[Slot]] = {}
+    for node in graph.nodes:
+        if node.op == "call_function" and not is_getitem(node):
+            for i, operand in enumerate(operands(node)):
+                found.setdefault(operand, []).append(Slot(node, i))
+    by_name = {n.name: n for n in graph.nodes}
+    for i, result in enumerate(program.results):
+        if result.node is not None:
+            found.setdefault(by_name[result.node], []).append(Slot(None, i))
+    return found
+
+
+def regathered(program: Program, grads: set[Node], slots: Mapping[Node, list[Slot]]) -> set[Slot]:
+    """Readings whose value some backward needs: a gathered copy made for one of them is gathered again in backward.
+
+    A reading by a view counts when one of the view's own readings does, as both are the same memory.
+    """
+    found: set[Slot] = set()
+    alive: set[Node] = set()  # values with such a reading
+    for node in reversed(program.graph.graph.nodes):
+        for slot in slots.get(node, ()):
+            reader = slot.reader
+            if reader is None:
+                continue
+            saves = reader in grads and slot.operand in saved_operands(reader, _flags(reader, grads))
+            if not saves and slot.operand == 0 and is_view(reader):
+                saves = any(o in alive for o in [u for u in reader.users if is_getitem(u)] or [reader])
+            if saves:
+                found.add(slot)
+                alive.add(node)
+    return found
+
+
+def _flags(node: Node, grads: set[Node]) -> tuple[bool, ...]:
+    return tuple(o in grads for o in operands(node))
+
+
+def drops(regather: str, value: Node) -> bool:
+    """Whether gathered copies of this value are dropped after forward and gathered again."""
+    return regather == "all" or (regather == "weights" and value.op == "placeholder")
