@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from . import runtime
+from .call import Leaves, Prepared, bind, stand_ins
 from .checks import compare_with_model
 from .dtensor import is_exact
 from .errors import InputError, LayoutError, PlanError
@@ -19,7 +20,7 @@ from .grid import Grid, GridLike
 from .hardware import Hardware, resolve
 from .initialize import initial_values
 from .layout import Layout
-from .module import Engine, Leaves, ParallelModule, Prepared, bind, stand_ins
+from .module import Engine, ParallelModule
 from .outputs import with_outputs
 from .passes.differentiate import differentiate
 from .program import Argument
@@ -182,9 +183,7 @@ class Compiler(Engine):
         self.pinned: dict[str, State] = {}  # by name of parameter or input, once planned
         self.model: nn.Module | None = None  # only until its tensors are taken over
 
-    def module(
-        self, model: nn.Module, example_inputs: Any, example_kwargs: Mapping[str, Any] | None
-    ) -> ParallelModule:
+    def module(self, model: nn.Module, example_inputs: Any, example_kwargs: Mapping[str, Any] | None) -> ParallelModule:
         """The module; planned, with its tensors, when there are example inputs."""
         self.model = model
         module = ParallelModule(self, model)
@@ -222,7 +221,7 @@ class Compiler(Engine):
         program, options = with_outputs(program, self.options)
         places = {a.node: pinned[a.names[0]] for a in program.arguments if a.names[0] in pinned}
         step = scheduled(build_step(program, self.grid, self.hardware, options, places or None))
-        return step, make_plan(step)
+        return step, make_plan(step, options=self.options)
 
     def _prepare(
         self, module: ParallelModule, args: tuple[Any, ...], kwargs: dict[str, Any], modes: dict[str, bool]
@@ -341,5 +340,3 @@ def _device(model: nn.Module) -> torch.device:
     if dist.is_available() and dist.is_initialized() and dist.get_backend() == "nccl":
         return torch.device("cuda", torch.cuda.current_device())
     return torch.device("cpu")
-
-

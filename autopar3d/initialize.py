@@ -1,16 +1,17 @@
 """Values for a meta model, one submodule at a time, the same on every grid.
 
 What a model's constructor would have filled in is filled in by the modules' own functions: `reset_parameters()` (or
-`_reset_parameters()`, `init_weights()`, `_init_weights()` without arguments), then `_init_weights(module)` of the nearest
-module above that has one, as HuggingFace's models and many GPTs do. A function may also reach down into submodules, to
-scale their weights, so a submodule's tensors are made real, and then its own functions and those of all modules
-around it run, innermost first, with everything else on meta, where `torch.nn.init` does nothing.
+`_reset_parameters()`, `init_weights()`, `_init_weights()` without arguments), then `_init_weights(module)` of the
+nearest module above that has one, as HuggingFace's models and many GPTs do. A function may also reach down into
+submodules, to scale their weights. So a submodule's tensors are made real, then its own functions and those of all
+modules around it run, innermost first, with everything else on meta, where `torch.nn.init` does nothing.
 """
 
 from __future__ import annotations
 
 import contextlib
 import copy
+import functools
 import hashlib
 import inspect
 from collections.abc import Callable, Iterator
@@ -121,7 +122,7 @@ def _functions(model: nn.Module) -> Iterator[tuple[str, list[Callable[[], Any]]]
         per_module[path] = own if takes_module else per_module[path.rpartition(".")[0]]
         function = per_module[path]
         if function is not None:
-            found.append(lambda function=function, module=module: function(module))
+            found.append(functools.partial(function, module))
         yield path, found
 
 

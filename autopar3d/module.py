@@ -7,9 +7,7 @@ planned for its shapes and modes, or plans one with the parameters' layouts as t
 
 from __future__ import annotations
 
-import copy
-import operator
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, NoReturn
 
@@ -20,20 +18,18 @@ from torch.optim import Optimizer
 from torch.utils._pytree import TreeSpec, tree_unflatten
 
 from . import state, tree
+from .call import Leaves, Prepared, bind, rebuild, refuse_differences, refuse_places
 from .collectives import collectives
 from .counter import RandomState
-from .errors import InputError, StateError, TraceError
-from .execute import Entered, Executor, run_step
+from .errors import AutoPar3DError, InputError, StateError, TraceError
+from .execute import Executor
 from .layout import Layout
-from .passes.differentiate import Differentiated
 from .pytrees import flatten_input
-from .step import Step
 
 if TYPE_CHECKING:
     from .plan import Plan
 
 Key = tuple[Any, ...]
-Leaves = list[tuple[str, Any]]
 
 
 class Engine:
@@ -50,35 +46,6 @@ class Engine:
     def compare(self, leaves: Leaves) -> None:
         """Refuse inputs that differ between ranks, if that is to be checked."""
         raise NotImplementedError
-
-
-class Prepared:
-    """A step, ready to be called: its outer graph, and the graphs for other seeds once they were needed."""
-
-    def __init__(self, step: Step, plan: Plan, leaves: Leaves, make: Callable[[Step, tuple[int, ...]], Step]) -> None:
-        self.step, self.plan, self.leaves = step, plan, leaves
-        self.outer: GraphModule = GraphModule(nn.Module(), Graph())
-        self.make = make
-        self._variants = {step.runs.tangents: step.runs}
-
-    def switch(self, seeds: tuple[int, ...]) -> Differentiated:
-        """Graphs for gradients that flow from these results; the next call runs them, expecting the same again."""
-        if seeds not in self._variants:
-            self._variants[seeds] = self.make(self.step, seeds).runs
-        self.step = replace(self.step, runs=self._variants[seeds])
-        return self.step.runs
-
-    def copied(self) -> Prepared:
-        """A copy with graphs of its own."""
-        runs = self.step.runs
-        backward = None if runs.backward is None else copy.deepcopy(runs.backward)
-        own = replace(
-            runs,
-            forward=copy.deepcopy(runs.forward),
-            backward=backward,
-            inference=copy.deepcopy(runs.inference),
-        )
-        return Prepared(replace(self.step, runs=own), self.plan, self.leaves, self.make)
 
 
 @dataclass
@@ -186,16 +153,29 @@ class ParallelModule(GraphModule):
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         calls: _Calls = self.__dict__["_ap3d"]
         leaves, in_spec = flatten_input(args, kwargs)
-        _refuse_places(leaves, calls.engine.device)
+        refuse_places(leaves, calls.engine.device)
         calls.engine.compare(leaves)
-        prepared = calls.steps.get(self._key(in_spec, leaves))
+        planned = calls.last
+        key = self._key(in_spec, leaves)
+        prepared = calls.steps.get(key)
         if prepared is None:
             prepared = self._plan_call(args, kwargs)
         calls.uninitialized.check()
         if prepared is not calls.last:
             self._show(prepared)
-        flat = prepared.outer(*(leaf for _, leaf in leaves if isinstance(leaf, Tensor)))
-        return _rebuild(prepared.step, flat)
+        tensors = [leaf for _, leaf in leaves if isinstance(leaf, Tensor)]
+        try:
+            flat = prepared.outer(*tensors)
+        except RuntimeError as error:
+            # A trace does not notice every dtype that does not fit.
+            if prepared.has_run or planned is None or isinstance(error, AutoPar3DError):
+                raise
+            del calls.steps[key]
+            self._show(planned)
+            refuse_differences(leaves, planned.leaves, error)
+            raise
+        prepared.has_run = True
+        return rebuild(prepared.step, flat)
 
     def plan_for(self, *args: Any, **kwargs: Any) -> Plan:
         """Plan a call without running it; tensors are of global shape, and only shape and dtype are read.
@@ -223,11 +203,9 @@ class ParallelModule(GraphModule):
         try:
             self.plan_for(*args, **kwargs)
         except TraceError as error:
-            differences = [] if known is None else _differences(flatten_input(args, kwargs)[0], known.leaves)
-            if not differences:
-                raise
-            listed = "\n  ".join(differences)
-            raise InputError(f"the call differs from the one planned:\n  {listed}\nand as it is, {error}") from error
+            if known is not None:
+                refuse_differences(flatten_input(args, kwargs)[0], known.leaves, error)
+            raise
         return self._prepared
 
     def _global(self, leaves: Leaves) -> list[Any]:
@@ -258,9 +236,7 @@ class ParallelModule(GraphModule):
     def _key(self, in_spec: TreeSpec, leaves: Leaves) -> Key:
         """Equal for two calls that one step serves."""
         signature = tuple(
-            (tuple(leaf.shape), leaf.dtype, leaf.requires_grad)
-            if isinstance(leaf, Tensor)
-            else (type(leaf), leaf)
+            (tuple(leaf.shape), leaf.dtype, leaf.requires_grad) if isinstance(leaf, Tensor) else (type(leaf), leaf)
             for _, leaf in leaves
         )
         modes = tuple(m.training for m in self.modules())
@@ -284,7 +260,7 @@ class ParallelModule(GraphModule):
         self._prepared  # noqa: B018
         return super().named_parameters(*args, **kwargs)
 
-    def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
+    def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:  # type: ignore[override]
         """As of every module, under the model's own names: DTensors on real ranks, full tensors in simulation.
 
         Raises:
@@ -344,7 +320,7 @@ class ParallelModule(GraphModule):
         return self
 
     def __deepcopy__(self, memo: dict[int, Any]) -> ParallelModule:
-        """An independent copy: tensors, gradients and graphs of its own. On real ranks all of them make it."""
+        """An independent copy: tensors and graphs of its own; gradients stay behind, as with any module."""
         calls: _Calls = self.__dict__["_ap3d"]
         if calls.last is None:
             raise StateError(f"nothing is planned yet, so there is nothing to copy: {_UNPLANNED}")
@@ -376,121 +352,6 @@ _UNPLANNED = (
     "pass example_inputs= to compile, or call the module once; the plan lays the parameters out, so make the "
     "optimizer, and read or load state, after that"
 )
-
-
-def stand_ins(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Leaves:
-    """The leaves of a call, tensors without their values."""
-    leaves, _ = flatten_input(args, kwargs)
-    return [
-        (path, torch.empty(tuple(x.shape), dtype=x.dtype, device="meta") if isinstance(x, Tensor) else x)
-        for path, x in leaves
-    ]
-
-
-def bind(module: ParallelModule, prepared: Prepared, executor: Executor) -> None:
-    """Build the outer graph of a step: inputs, their shards, one call of the two graphs, outputs."""
-    step = prepared.step
-    graph = Graph()
-    shards = []
-    pairs = zip(step.program.arguments, step.argument_layouts, strict=True)
-    inputs = [(argument.node, layout) for argument, layout in pairs if argument.kind == "input"]
-    placeholders = [graph.placeholder(name) for name, _ in inputs]
-    for placeholder, (name, layout) in zip(placeholders, inputs, strict=True):
-        shard = _Shard(executor, layout)
-        shards.append(graph.call_function(shard, (placeholder, str(layout)), name=f"{name}_local"))
-    run = graph.call_function(_RunGraphs(module, prepared, executor), tuple(shards), name="run")
-    results = [r for r in step.program.results if r.node is not None and r.kind == "output"]
-    graph.output(tuple(graph.call_function(operator.getitem, (run, i)) for i in range(len(results))))
-    prepared.outer = GraphModule(nn.Module(), graph)
-
-
-class _Shard:
-    """Node of the outer graph: this rank's part of an input."""
-
-    def __init__(self, executor: Executor, layout: Layout) -> None:
-        self.executor, self.layout = executor, layout
-        self.__name__, self.__qualname__ = "shard", "shard"
-
-    def __call__(self, tensor: Tensor, layout: str) -> Tensor | Entered:
-        # One that wants a gradient must stay a tensor until autograd has seen it.
-        return tensor if tensor.requires_grad else Entered(self.executor.enter_input(tensor, self.layout))
-
-
-class _RunGraphs:
-    """Node of the outer graph: forward_graph now, backward_graph when gradients come."""
-
-    def __init__(self, module: ParallelModule, prepared: Prepared, executor: Executor) -> None:
-        self.prepared, self.executor = prepared, executor
-        self.__name__, self.__qualname__ = "forward_and_backward", "forward_and_backward"
-        program = prepared.step.program
-        results = [r for r in program.results if r.node is not None]
-        self.outputs = [i for i, r in enumerate(results) if r.kind == "output"]
-        self.updated = {i: tree.slot(module, r.name) for i, r in enumerate(results) if r.kind == "buffer"}
-        names = {r.name for r in results if r.kind == "buffer"}
-        self.changing = [i for i, a in enumerate(program.arguments) if names & set(a.names)]
-        # Per argument of the program: a table and a key in it, a constant, the source of the key of random numbers, or
-        # None for the next input.
-        self.slots: list[tree.Slot | Tensor | RandomState | None] = []
-        for argument in program.arguments:
-            if argument.kind == "input":
-                self.slots.append(None)
-            elif argument.kind == "constant":
-                self.slots.append(program.constants[argument.node])
-            elif argument.kind == "key":
-                self.slots.append(module.__dict__["_ap3d"].random)
-            else:
-                self.slots.append(tree.slot(module, argument.names[0]))
-
-    def __call__(self, *shards: Any) -> list[Tensor]:
-        given = iter(shards)
-        tensors = [
-            next(given)
-            if s is None
-            else s[0][s[1]]
-            if isinstance(s, tuple)
-            else s.next()
-            if isinstance(s, RandomState)
-            else s
-            for s in self.slots
-        ]
-        for i in self.changing:
-            # Backward may need the values from before the update.
-            tensors[i] = tensors[i].clone()
-        results = run_step(self.prepared, self.executor, tensors, grad=torch.is_grad_enabled())
-        with torch.no_grad():
-            for i, (table, leaf) in self.updated.items():
-                table[leaf].copy_(results[i])
-        return [results[i] for i in self.outputs]
-
-
-def _rebuild(step: Step, flat: Sequence[Tensor]) -> Any:
-    """The model's own return value from the flat tensors."""
-    tensors = iter(flat)
-    leaves = [r.value if r.node is None else next(tensors) for r in step.program.results if r.kind == "output"]
-    return tree_unflatten(leaves, step.program.out_spec)
-
-
-def _refuse_places(leaves: Leaves, device: torch.device) -> None:
-    wrong = [(p, t.device) for p, t in leaves if isinstance(t, Tensor) and t.device.type != device.type]
-    if wrong:
-        path, place = wrong[0]
-        raise InputError(f"input {path} is on {place}, the parameters are on {device}; move it there before the call")
-
-
-def _differences(given: Leaves, planned: Leaves) -> list[str]:
-    """Where a call differs from the one that was planned, in words."""
-    old, new = dict(planned), dict(given)
-    found = [f"{path} is missing; planned was {_kind(old[path])}" for path in old if path not in new]
-    for path, leaf in new.items():
-        if path not in old:
-            found.append(f"{path} is {_kind(leaf)}; nothing was planned there")
-        elif _kind(leaf) != _kind(old[path]):
-            found.append(f"{path} is {_kind(leaf)}; planned was {_kind(old[path])}")
-    return found
-
-
-def _kind(leaf: Any) -> str:
-    return f"{leaf.dtype} {tuple(leaf.shape)}" if isinstance(leaf, Tensor) else repr(leaf)
 
 
 def _summary(graph: GraphModule) -> str:

@@ -16,7 +16,6 @@ from . import timing
 from .attribution import Attribution
 from .factors import is_getitem, producer
 from .layout import Layout
-
 from .passes.rewrite import Movement
 from .plan import OpPlan, OutputPlan, ParameterPlan, Plan, Repeated, Sent
 from .program import module_path, source_line, text

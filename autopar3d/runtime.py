@@ -46,22 +46,22 @@ def connect(grid: Grid, device_type: str) -> tuple[DeviceMesh, int]:
 def _mesh(grid: Grid, device_type: str, ranks: Tensor) -> DeviceMesh:
     """The mesh of a grid; a second one of the same grid has the same groups."""
     # A DeviceMesh numbers its groups differently on each rank; graphs need one name. No public way to name a group.
-    from torch._C._distributed_c10d import _register_process_group
-    from torch.distributed.distributed_c10d import _resolve_process_group
+    from torch._C._distributed_c10d import _register_process_group, _resolve_process_group
+    from torch.distributed.distributed_c10d import GroupName
 
     try:
-        groups = [_resolve_process_group(grid.alias(axis)) for axis in AXES]
+        groups = [_resolve_process_group(GroupName(grid.alias(axis))) for axis in AXES]
     except (RuntimeError, ValueError):  # not registered yet, or no more
         mesh = DeviceMesh(device_type, ranks, mesh_dim_names=AXES)
         for axis in AXES:
-            _register_process_group(grid.alias(axis), mesh.get_group(axis))
+            _register_process_group(GroupName(grid.alias(axis)), mesh.get_group(axis))
         return mesh
     return DeviceMesh.from_group(groups, device_type, ranks, mesh_dim_names=AXES)
 
 
 def _single_process_group() -> None:
     """A grid of one place works without a launcher."""
-    dist.init_process_group("gloo", rank=0, world_size=1, store=dist.HashStore())
+    dist.init_process_group("gloo", rank=0, world_size=1, store=dist.HashStore())  # type: ignore[attr-defined]
 
 
 def _no_advice(record: logging.LogRecord) -> bool:

@@ -1,10 +1,11 @@
-"""Which operands an op's backward needs: asked of autograd itself, on meta tensors, once per kind of op."""
+"""Which operands an op's backward needs: asked of autograd itself, on fake tensors, once per kind of op."""
 
 from __future__ import annotations
 
 from typing import Any
 
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode  # tensors without values that remember a device
 from torch.fx import Graph, Node
 from torch.fx.node import map_arg
 from torch.utils._pytree import tree_leaves
@@ -40,30 +41,32 @@ def _signature(x: Any) -> str:
 
 
 def _probe(node: Node, grads: tuple[bool, ...]) -> frozenset[int]:
-    metas: dict[Node, torch.Tensor] = {}
+    # Fake tensors on the op's own device: which kernel runs, and so what it keeps, depends on the device.
+    mode = FakeTensorMode()
+    fakes: dict[Node, torch.Tensor] = {}
     for operand, grad in zip(operands(node), grads, strict=True):
         val = operand.meta["val"]
-        if operand not in metas:
-            empty = torch.empty_strided(tuple(val.shape), val.stride(), dtype=val.dtype, device="meta")
-            metas[operand] = empty.requires_grad_(grad)
+        if operand not in fakes:
+            with mode:
+                fake = torch.empty_strided(tuple(val.shape), val.stride(), dtype=val.dtype, device=val.device)
+            fakes[operand] = fake.requires_grad_(grad and (fake.is_floating_point() or fake.is_complex()))
     saved: set[int] = set()
 
     def pack(t: torch.Tensor) -> torch.Tensor:
         saved.add(t.untyped_storage()._cdata)
         return t
 
-    args, kwargs = map_arg((node.args, dict(node.kwargs)), lambda n: metas.get(n, n.meta["val"]))
-    kwargs = {k: torch.device("meta") if k == "device" else v for k, v in kwargs.items()}
+    args, kwargs = map_arg((node.args, dict(node.kwargs)), lambda n: fakes.get(n, n.meta["val"]))
     try:
-        with torch.enable_grad(), torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
+        with mode, torch.enable_grad(), torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
             out = node.target(*args, **kwargs)  # type: ignore[operator]
     except (RuntimeError, NotImplementedError):
-        # No meta kernel: assume the worst, as a wrong "no" would make the plan's bytes too small.
+        # No fake kernel: assume the worst, as a wrong "no" would make the plan's bytes too small.
         return frozenset(i for i, o in enumerate(operands(node)) if o.meta["val"].is_floating_point())
     del out
     idle = argument(node, _SHAPE_ONLY[node.target]) if node.target in _SHAPE_ONLY else None
     return frozenset(
-        i for i, o in enumerate(operands(node)) if o is not idle and metas[o].untyped_storage()._cdata in saved
+        i for i, o in enumerate(operands(node)) if o is not idle and fakes[o].untyped_storage()._cdata in saved
     )
 
 

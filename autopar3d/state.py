@@ -12,6 +12,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Replicate, distribute_tensor
+
+# What `load_state_dict` of every nn.Module returns; torch exports it under no public name.
+from torch.nn.modules.module import _IncompatibleKeys
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_map_only
 
@@ -20,9 +23,6 @@ from .errors import StateError
 from .execute import version
 from .grid import Grid
 from .tree import held
-
-# What `load_state_dict` of every nn.Module returns; torch exports it under no public name.
-from torch.nn.modules.module import _IncompatibleKeys
 
 
 def whole(tensor: Tensor) -> Tensor:
@@ -42,8 +42,7 @@ def fitted(value: Tensor, like: Tensor) -> Tensor:
         if value.device_mesh == like.device_mesh and value.placements == like.placements:
             return value.to_local()
         value = value.full_tensor()
-    sizes = like.device_mesh.shape
-    grid = Grid(*sizes)
+    grid = Grid.of(like.device_mesh.shape)
     index = grid.index(dict(zip("xyz", like.device_mesh.get_coordinate() or (), strict=True)))
     return from_placements(like.placements, grid, like.dim()).shard(value, grid, index)
 
@@ -146,17 +145,22 @@ def _placed(what: str, value: Any, parameter: Tensor, key: str) -> Any:
         return value
     if key == "step" or (value.dim() == 0 and parameter.dim() > 0):
         return value.clone()
+    fits = value.dim() != parameter.dim() or all(
+        # Adafactor keeps sums over a dim.
+        n in (m, 1)
+        for n, m in zip(value.shape, parameter.shape, strict=True)
+    )
+    if not fits:
+        raise StateError(f"{what} has shape {tuple(value.shape)}, the parameter {tuple(parameter.shape)}")
     if not isinstance(parameter, DTensor):
         return fitted(value, parameter).clone()
-    if value.shape == parameter.shape:
-        made = torch.empty_like(parameter, dtype=value.dtype, requires_grad=False)
-        made.to_local().copy_(fitted(value, parameter))
-        return made
-    if value.numel() == parameter.numel():
-        raise StateError(f"{what} has shape {tuple(value.shape)}, the parameter {tuple(parameter.shape)}")
-    # As of Adafactor, which keeps row and column sums.
-    mesh = parameter.device_mesh
-    return distribute_tensor(value.to(parameter.to_local().device), mesh, [Replicate()] * mesh.ndim)
+    if value.shape != parameter.shape:
+        mesh = parameter.device_mesh
+        return distribute_tensor(value.to(parameter.to_local().device), mesh, [Replicate()] * mesh.ndim)
+    made = torch.empty_like(parameter, dtype=value.dtype, requires_grad=False)
+    assert isinstance(made, DTensor)
+    made.to_local().copy_(fitted(value, parameter))
+    return made
 
 
 class Uninitialized:
@@ -175,8 +179,8 @@ class Uninitialized:
         self._since = {name: (t, v) for name, (t, v) in self._since.items() if version(t) == v}
         if self._since:
             raise StateError(
-                f"{len(self._since)} tensors of a meta model have no values: {_some(list(self._since))}. Nothing in the "
-                "model initialises them (a reset_parameters() of the submodule that holds them, or the model's "
+                f"{len(self._since)} tensors of a meta model have no values: {_some(list(self._since))}. Nothing in "
+                "the model initialises them (a reset_parameters() of the submodule that holds them, or the model's "
                 "_init_weights(module)): load them with load_state_dict or torch.distributed.checkpoint, write to them "
                 "in place, or build the model with these tensors on a real device"
             )
@@ -191,22 +195,15 @@ class Uninitialized:
 
 
 def copy_tensors(source: nn.Module, memo: dict[int, Any]) -> dict[int, Tensor]:
-    """Copies of all that a module holds, gradients too, by id; noted in the `memo` of `copy.deepcopy`."""
+    """Copies of all that a module holds, by id; noted in the `memo` of `copy.deepcopy`. Without gradients, as of any
+    module's parameters."""
     copies: dict[int, Tensor] = {}
     for _, tensor in held(source):
         if id(tensor) not in copies:
-            copies[id(tensor)] = memo.setdefault(id(tensor), _copy(tensor))
+            own = tensor.detach().clone()
+            made = nn.Parameter(own, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else own
+            copies[id(tensor)] = memo.setdefault(id(tensor), made)
     return copies
-
-
-def _copy(tensor: Tensor) -> Tensor:
-    own = tensor.detach().clone()
-    if not isinstance(tensor, nn.Parameter):
-        return own
-    made = nn.Parameter(own, tensor.requires_grad)
-    if tensor.grad is not None:
-        made.grad = tensor.grad.detach().clone()
-    return made
 
 
 def hold_copies(root: nn.Module, source: nn.Module, copies: Mapping[int, Tensor]) -> None:

@@ -128,9 +128,7 @@ def _lines(root: nn.Module, label: Callable[[Tensor], str]) -> list[Line]:
         leaves, known, merged = runs[-1] if runs else ([], "", [])
         if kind == known and [text for text, _ in merged] == [text for text, _ in below]:
             leaves.append(leaf)
-            merged[:] = [
-                (text, tuple(dict.fromkeys(a + b))) for (text, a), (_, b) in zip(merged, below, strict=True)
-            ]
+            merged[:] = [(text, tuple(dict.fromkeys(a + b))) for (text, a), (_, b) in zip(merged, below, strict=True)]
         else:
             runs.append(([leaf], kind, below))
     for leaves, kind, below in runs:

@@ -21,6 +21,9 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx import Graph, GraphModule, Interpreter, Node
 from torch.fx.experimental.proxy_tensor import get_proxy_mode, make_fx
 
+from autopar3d.collectives import gather
+from autopar3d.saved import use_stand_ins
+
 from .rewrite import LocalProgram
 
 aten = torch.ops.aten
@@ -128,7 +131,9 @@ class _Joint:
                 outs = Interpreter(self.local.graph).run(*inputs)
             tangents = [torch.empty_like(o, requires_grad=False) for o in outs]
             # Tracing twice is cheap beside what it saves: the tangents' shapes are known before the trace.
-            self.graph = make_fx(lambda i, t: self._run(i, t))(inputs, tangents).graph  # fx counts a method's self
+            # (fx counts a bound method's self among the arguments, hence the lambda.)
+            self.graph = make_fx(lambda i, t: self._run(i, t))(inputs, tangents).graph
+            use_stand_ins(self.graph)
 
     def _run(self, inputs: list[Tensor], tangents: list[Tensor]) -> Any:
         with torch.enable_grad():
@@ -170,10 +175,13 @@ class _Cut:
     def _annotate(self) -> None:
         """Module paths and source lines on every node, and the marks of what may be computed again."""
         for start, end, origin in self.joint.forward_ranges:
-            dropping = False
+            drops = origin.meta.get("regather", False)
+            # All of a gather is done again, the copy that makes its source contiguous included; of a regroup only
+            # what follows its reduce_scatter.
+            dropping = drops and origin.target is gather
             for node in self.nodes[start:end]:
                 node.meta.update({k: origin.meta[k] for k in _KEPT if k in origin.meta})
-                dropping |= node.target is c10d.all_gather_into_tensor.default and origin.meta.get("regather", False)
+                dropping |= drops and node.target is c10d.all_gather_into_tensor.default
                 if dropping or _is_free(node):
                     self.repeatable.add(node)
         marks = self.joint.backward_marks

@@ -132,9 +132,7 @@ class _Randomizer:
             node.meta["val"] = target(*values[0], **values[1])
         return node
 
-    def draw(
-        self, origin: Node, what: str, like: Tensor, *, p: float = 0.0, dtype: torch.dtype | None = None
-    ) -> Node:
+    def draw(self, origin: Node, what: str, like: Tensor, *, p: float = 0.0, dtype: torch.dtype | None = None) -> Node:
         """The next draw of the step, of the shape and on the device of a tensor."""
         number, self.numbers = self.numbers, self.numbers + 1
         size = [int(n) for n in like.shape]
@@ -196,7 +194,7 @@ def _bernoulli(build: _Randomizer, node: Node) -> Node:
     if isinstance(p, (int, float)):
         keep = build.draw(node, "keep", value, p=1.0 - float(p), dtype=torch.bool)
     else:
-        chance = build.new[p if isinstance(p, Node) else node.args[0]]
+        chance = build.new[p if isinstance(p, Node) else argument(node, "self")]
         keep = build.call(node, aten.lt.Tensor, build.draw(node, "uniform", value, dtype=_wide(value)), chance)
     return build.call(node, aten._to_copy.default, keep, dtype=value.dtype)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import gc
+import logging
 import warnings
 from pathlib import Path
 from typing import Any
@@ -18,8 +19,10 @@ from torch.distributed.tensor import DTensor
 
 import autopar3d
 from autopar3d.errors import StateError
+from autopar3d.initialize import initial_values
 from autopar3d.launch import Pool
-from tests.test_module import GRID, Colliding, Record, Tied, Two, close, make, rows, same_gradients
+from tests import models
+from tests.test_module import GRID, Colliding, Record, Two, close, make, rows
 
 CUBE = (2, 2, 2)
 
@@ -209,6 +212,22 @@ def test_a_meta_model_without_values_says_what_is_missing() -> None:
     twin(rows()).backward()
 
 
+@pytest.mark.parametrize("name", ["gpt2", "llama", "bert", "t5", "vit"])
+def test_huggingface_models_are_initialised_as_their_constructor_does(name: str) -> None:
+    build = getattr(models, f"_{name}")
+    real = build()
+    with torch.device("meta"):
+        model = build()
+    made = {n: (t.detach(), written) for n, t, written in initial_values(model, torch.device("cpu"), seed=0)}
+    for path, tensor in (*real.named_parameters(), *real.named_buffers()):
+        tensor, (got, written) = tensor.detach(), made[path]
+        assert written and got.shape == tensor.shape, path
+        if tensor.is_floating_point() and tensor.numel() > 1000:
+            assert 0.8 < float(got.std() / tensor.std()) < 1.25, path
+        elif not tensor.is_floating_point() or float(tensor.std()) == 0:
+            assert torch.equal(got, tensor), path
+
+
 # -- real ranks ----------------------------------------------------------------------------------------------
 
 
@@ -227,38 +246,37 @@ def _save(grid: tuple[int, int, int], folder: str) -> Any:
     return losses, full, full_optim, [isinstance(p, DTensor) for p in par.parameters()]
 
 
-def _resume(grids: list[tuple[int, int, int]], folder: str, full: Any, full_optim: Any) -> Any:
+def _resume(grid: tuple[int, int, int], ways: list[str], folder: str, full: Any, full_optim: Any) -> Any:
     found = {}
-    for grid in grids:
-        for way in ("helpers", "plain", "full"):
-            # A meta model: without the checkpoint it has no values of its own.
-            par = autopar3d.compile(on_meta() if way == "helpers" else Net().double(), grid, rows())
-            par.get_buffer("scale").fill_(0.5)
-            opt = optimizer(par)
-            if way == "helpers":
-                model_state, optim_state = dcp_state.get_state_dict(par, opt)
-                dcp.load({"model": model_state, "optim": optim_state}, checkpoint_id=f"{folder}/helpers")
-                dcp_state.set_state_dict(par, opt, model_state_dict=model_state, optim_state_dict=optim_state)
-            elif way == "plain":
-                dcp_state._init_optim_state(opt)
-                state = {"model": par.state_dict(), "optim": opt.state_dict()}
-                dcp.load(state, checkpoint_id=f"{folder}/plain")
-                par.load_state_dict(state["model"])
-                opt.load_state_dict(state["optim"])
-            else:
-                par.load_state_dict(full, assign=True)
-                par.load_full_optim_state_dict(opt, full_optim)
-                assert all(isinstance(p, DTensor) for p in par.parameters())
-            assert par.out.weight is par.inp.weight
-            found[grid, way] = steps(par, opt, range(2, 4)), par.full_state_dict()
+    for way in ways:
+        # A meta model: without the checkpoint it has no values of its own.
+        par = autopar3d.compile(on_meta() if way == "helpers" else Net().double(), grid, rows())
+        par.get_buffer("scale").fill_(0.5)
+        opt = optimizer(par)
+        if way == "helpers":
+            model_state, optim_state = dcp_state.get_state_dict(par, opt)
+            dcp.load({"model": model_state, "optim": optim_state}, checkpoint_id=f"{folder}/helpers")
+            dcp_state.set_state_dict(par, opt, model_state_dict=model_state, optim_state_dict=optim_state)
+        elif way == "plain":
+            dcp_state._init_optim_state(opt)
+            state = {"model": par.state_dict(), "optim": opt.state_dict()}
+            dcp.load(state, checkpoint_id=f"{folder}/plain")
+            par.load_state_dict(state["model"])
+            opt.load_state_dict(state["optim"])
+        else:
+            par.load_state_dict(full, assign=True)
+            par.load_full_optim_state_dict(opt, full_optim)
+            assert all(isinstance(p, DTensor) for p in par.parameters())
+        assert par.out.weight is par.inp.weight
+        found[way] = steps(par, opt, range(2, 4)), par.full_state_dict()
     return found
 
 
 def test_checkpoints_resume_on_any_grid(ranks: Pool, tmp_path: Path) -> None:
     model, opt = trained()
     middle, middle_optim = copy.deepcopy(model.state_dict()), copy.deepcopy(opt.state_dict())
-    losses = steps(make(Net), optimizer(m := make(Net)), range(0)) or steps(m, optimizer(m), range(2))
-    losses = losses + steps(model, opt, range(2, 4))
+    again = make(Net)
+    losses = steps(again, optimizer(again), range(2)) + steps(model, opt, range(2, 4))
     results = ranks.run(_save, CUBE, str(tmp_path), ranks=8)
     for got, full, full_optim, sharded in results:
         close(got, losses)
@@ -274,8 +292,10 @@ def test_checkpoints_resume_on_any_grid(ranks: Pool, tmp_path: Path) -> None:
     plain_opt = optimizer(plain)
     plain_opt.load_state_dict(copy.deepcopy(full_optim))  # torch shares the tensors
     close(steps(plain, plain_opt, range(2, 4)), losses[2:])
-    for count, grids in ((8, [(1, 2, 4)]), (4, [(4, 1, 1)]), (1, [(1, 1, 1)])):
-        for found in ranks.run(_resume, grids, str(tmp_path), full, full_optim, ranks=count):
+    all_ways = ["helpers", "plain", "full"]
+    for grid, ways in (((1, 2, 4), ["helpers"]), ((4, 1, 1), all_ways), ((1, 1, 1), all_ways)):
+        count = autopar3d.Grid(*grid).size
+        for found in ranks.run(_resume, grid, ways, str(tmp_path), full, full_optim, ranks=count):
             for way, (got, state) in found.items():
                 close(got, losses[2:]), way
                 same_state(state, model.state_dict())
@@ -295,8 +315,10 @@ def _calls() -> dict[str, Any]:
     """Many checks of one kind of call each, to start the ranks once."""
     torch.manual_seed(100 + dist.get_rank())
     done: dict[str, Any] = {}
+    logged = _Logged()
+    logging.getLogger("torch.distributed.tensor._redistribute").addHandler(logged)
     # Rank 0's weights reach all ranks.
-    par = autopar3d.compile(Two().double(), CUBE, rows())
+    par = autopar3d.compile(Two().double(), GRID, rows())
     first = {n: t.clone() for n, t in par.full_state_dict().items()}
     done["weights"] = first
     ref = Two().double()
@@ -336,16 +358,27 @@ def _calls() -> dict[str, Any]:
         copy_of = torch.save(par, "/dev/null")
         del copy_of
     # Loading sharded values of another layout, of DTensors on the module's own mesh, and non-contiguous ones.
-    other = autopar3d.compile(Two().double(), CUBE, rows(), scheme="zero3")
+    other = autopar3d.compile(Two().double(), GRID, rows(), scheme="zero3")
     other.load_state_dict(par.state_dict())
     _same_values(other, ref.state_dict())
     other.load_state_dict({n: t.t().contiguous().t() if t.dim() == 2 else t for n, t in first.items()})
     _same_values(other, first)
     # Colliding names.
-    odd = autopar3d.compile(make(Colliding), CUBE, rows())
+    odd = autopar3d.compile(make(Colliding), GRID, rows())
     _same_values(odd, make(Colliding).state_dict())
     close(odd(rows()), make(Colliding)(rows()))
+    logging.getLogger("torch.distributed.tensor._redistribute").removeHandler(logged)
+    assert logged.lines == []
     return done
+
+
+class _Logged(logging.Handler):
+    def __init__(self) -> None:
+        super().__init__()
+        self.lines: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.lines.append(record.getMessage())
 
 
 def _same(par: nn.Module, ref: nn.Module) -> None:
@@ -361,11 +394,10 @@ def _same_values(par: Any, want: dict[str, Tensor]) -> None:
         close(value, want[name]), name
 
 
-def test_calls_on_ranks(ranks: Pool, capfd: pytest.CaptureFixture[str]) -> None:
-    results = ranks.run(_calls, ranks=8)
+def test_calls_on_ranks(ranks: Pool) -> None:
+    results = ranks.run(_calls, ranks=4)
     for result in results:
         same_state(result["weights"], results[0]["weights"])
-    assert "While redistributing" not in capfd.readouterr().err
 
 
 class Logits(nn.Module):
@@ -388,7 +420,7 @@ def _outputs_and_inputs() -> None:
     want = ref(rows(), LABELS)
     (want.loss + 0.1 * want.parts["logits"].square().sum()).backward()
     for outputs in ("auto", "global", {"logits": "global"}, "sharded"):
-        par = autopar3d.compile(make(Logits), CUBE, (rows(), LABELS), outputs=outputs)
+        par = autopar3d.compile(make(Logits), GRID, (rows(), LABELS), outputs=outputs)
         got = par(rows(), LABELS)
         logits = got.parts["logits"]
         assert isinstance(logits, DTensor) == (outputs in ("auto", "sharded")) and got.count == 2
@@ -402,14 +434,14 @@ def _outputs_and_inputs() -> None:
         _same(par, ref)
     ref.zero_grad()
     ref(rows(), LABELS).loss.backward()
-    par = autopar3d.compile(make(Logits), CUBE, (rows(), LABELS), outputs="loss")
+    par = autopar3d.compile(make(Logits), GRID, (rows(), LABELS), outputs="loss")
     got = par(rows(), LABELS)
     assert got.parts == {"logits": None, "best": None}
     got.loss.backward()
     _same(par, ref)
     # Each rank its own part.
-    par = autopar3d.compile(make(Logits), CUBE, (rows(), LABELS), inputs="sharded", check=True)
-    grid = autopar3d.Grid(*CUBE)
+    par = autopar3d.compile(make(Logits), GRID, (rows(), LABELS), inputs="sharded", check=True)
+    grid = autopar3d.Grid(*GRID)
     x, labels = (
         layout.shard(t, grid, rank) for layout, t in zip(par.input_layouts.values(), (rows(), LABELS), strict=True)
     )
@@ -422,7 +454,7 @@ def _outputs_and_inputs() -> None:
 
 
 def test_outputs_and_sharded_inputs_on_ranks(ranks: Pool) -> None:
-    ranks.run(_outputs_and_inputs, ranks=8)
+    ranks.run(_outputs_and_inputs, ranks=4)
 
 
 class Wide(nn.Module):
@@ -473,7 +505,7 @@ def test_no_rank_ever_holds_a_whole_meta_model(ranks: Pool) -> None:
     for grown, local, _ in results:
         assert local * 8 == size
         # Its shards, and one module's tensors with room for what makes the random numbers.
-        assert grown < 0.3 * 4 * size, f"{grown / 2**20:.0f} MiB"
+        assert grown < 0.5 * 4 * size, f"{grown / 2**20:.0f} MiB"
     with torch.device("meta"):
         one = autopar3d.simulate(Wide(), (1, 1, 1), torch.randn(8, 1024, device="meta"))
     close(results[5][2], one.layers[3].weight[:4, :4])

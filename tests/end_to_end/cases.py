@@ -19,8 +19,8 @@ Sizes = tuple[int, int, int]
 GLOO_GRIDS: list[Sizes] = [(2, 2, 2), (8, 1, 1), (1, 8, 1), (1, 1, 8), (4, 2, 1), (1, 2, 2)]
 SIMULATED_GRIDS: list[Sizes] = [(4, 4, 4), (2, 3, 4), (1, 1, 1)]
 
-# These upcast to float32 inside (norms, rotary embedding, softmax), float64 weights or not.
-_SINGLE_INSIDE = ("llama", "t5")
+# These upcast to float32 inside (norms, softmax, the loss of GPT-2), float64 weights or not.
+_SINGLE_INSIDE = ("gpt2", "llama", "t5")
 
 
 class _Double(TorchFunctionMode):

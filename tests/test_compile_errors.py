@@ -1,0 +1,182 @@
+"""Bad input: a clear error, on every rank, and no hang."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+import autopar3d
+from autopar3d.errors import GridError, InputError, LaunchError, MismatchError, PlanError, StateError, TraceError
+from autopar3d.launch import Pool
+from tests.test_module import GRID, Tied, close, make, rows
+
+
+class Branches(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        if x.sum() > 0:
+            x = -x
+        return self.linear(x)
+
+
+class Pair(nn.Module):
+    def __init__(self, width: int = 8) -> None:
+        super().__init__()
+        self.linear = nn.Linear(8, width)
+
+    def forward(self, x: Tensor, *, scale: Tensor, twice: bool = False) -> Tensor:
+        return (self.linear(x) * scale * (2 if twice else 1)).sum()
+
+
+# -- one process ---------------------------------------------------------------------------------------------
+
+
+def test_compile_needs_a_process_group(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(dist, "is_initialized", lambda: False)
+    with pytest.raises(LaunchError, match=r"grid \(2, 2, 2\) needs 8 ranks.*torchrun --nproc-per-node.*launch"):
+        autopar3d.compile(make(Tied), (2, 2, 2), rows())
+    with pytest.raises(GridError, match="axis y has size 0"):
+        autopar3d.compile(make(Tied), (2, 0, 2), rows())
+
+
+def test_options_and_models_that_are_not_known() -> None:
+    with pytest.raises(PlanError, match=r"model is a function; it must be an nn\.Module"):
+        autopar3d.simulate(lambda x: x, GRID, rows())  # type: ignore[arg-type]
+    with pytest.raises(PlanError, match="inputs='local' is not known"):
+        autopar3d.simulate(make(Tied), GRID, rows(), inputs="local")
+    with pytest.raises(PlanError, match="scheme"):
+        autopar3d.simulate(make(Tied), GRID, rows(), scheme="4d")
+    with pytest.raises(InputError, match="plan needs example_inputs="):
+        autopar3d.plan(make(Tied), GRID)
+
+
+def test_a_model_that_is_no_graph_names_its_line() -> None:
+    with pytest.raises(TraceError, match=r"cannot trace Branches at test_compile_errors.py:\d+ \(`if x.sum\(\) > 0"):
+        autopar3d.simulate(Branches().double(), GRID, rows())
+
+
+@pytest.mark.parametrize(
+    ("args", "kwargs", "text"),
+    [
+        (
+            (rows(8, 4),),
+            {"scale": rows(8, 8)},
+            r"args\[0\] is torch.float64 \(8, 4\); planned was torch.float64 \(8, 8",
+        ),
+        (
+            (rows().float(),),
+            {"scale": rows()},
+            r"args\[0\] is torch.float32 \(8, 8\); planned was torch.float64 \(8, 8",
+        ),
+        ((rows(),), {}, r"kwargs\['scale'\] is missing; planned was torch.float64 \(8, 8\)"),
+        ((rows(), rows()), {"scale": rows()}, r"args\[1\] is torch.float64 \(8, 8\); nothing was planned there"),
+        ((rows(),), {"scale": "two"}, r"kwargs\['scale'\] is 'two'; planned was torch.float64"),
+        ((rows().to("meta"),), {"scale": rows()}, r"input args\[0\] is on meta, the parameters are on cpu"),
+    ],
+)
+def test_calls_that_do_not_fit_name_the_input(args: Any, kwargs: Any, text: str) -> None:
+    par = autopar3d.simulate(make(Pair), GRID, rows(), {"scale": rows()})
+    with pytest.raises(InputError, match=text):
+        par(*args, **kwargs)
+    # Another value of what is no tensor is another plan.
+    one, two = par(rows(), scale=rows()), par(rows(), scale=rows(), twice=True)
+    close(two, 2 * one)
+
+
+def test_check_compares_the_graph_with_the_model() -> None:
+    class Lucky(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(8, 8)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.linear(x) * random.random()
+
+    with pytest.raises(TraceError, match="graph of Lucky does not compute what the model does.*differ by up to"):
+        autopar3d.simulate(make(Lucky), GRID, rows(), check=True)
+    from tests.test_module import Two
+
+    model = make(Two)
+    before = {n: t.clone() for n, t in model.state_dict().items()}
+    state = torch.get_rng_state()
+    autopar3d.simulate(model, GRID, rows(), check=True)
+    for name, t in model.state_dict().items():
+        assert torch.equal(t, before[name]), name
+    assert torch.equal(torch.get_rng_state(), state)
+    autopar3d.simulate(
+        nn.Linear(8, 8).double(), GRID, rows(), {"targets": (rows(),)}, loss_fn=nn.functional.mse_loss, check=True
+    )
+
+
+# -- real ranks ----------------------------------------------------------------------------------------------
+
+
+def _refusals() -> dict[str, str]:
+    rank = dist.get_rank()
+    found: dict[str, str] = {}
+
+    def refused(what: str, error: type[Exception], call: Any) -> None:
+        with pytest.raises(error) as caught:
+            call()
+        found[what] = f"{type(caught.value).__name__}: {caught.value}"
+
+    refused("size", GridError, lambda: autopar3d.compile(make(Tied), (2, 2, 2), rows()))
+    refused("grids", MismatchError, lambda: autopar3d.compile(make(Tied), (2, 2, 1) if rank else (1, 4, 1), rows()))
+    refused(
+        "option",
+        PlanError if rank == 2 else MismatchError,
+        lambda: autopar3d.compile(make(Tied), GRID, rows(), inputs="mine" if rank == 2 else "global"),
+    )
+    refused(
+        "trace",
+        TraceError if rank == 3 else MismatchError,
+        lambda: autopar3d.compile(Branches().double() if rank == 3 else make(Tied), GRID, rows()),
+    )
+    refused("everywhere", TraceError, lambda: autopar3d.compile(Branches().double(), GRID, rows()))
+    refused(
+        "models",
+        MismatchError,
+        lambda: autopar3d.compile(make(Pair, 16 if rank == 1 else 8), GRID, rows(), {"scale": torch.ones(1).double()}),
+    )
+    par = autopar3d.compile(make(Pair), GRID, rows(), {"scale": rows()}, check=True)
+    refused("inputs", InputError, lambda: par(rows(), scale=rows(seed=7 if rank == 1 else 1)))
+    refused("shapes", InputError, lambda: par(rows(16 if rank == 1 else 8), scale=rows()))
+    refused("structure", InputError, lambda: par(rows(), scale=rows()) if rank else par(rows()))
+    refused("call", InputError, lambda: par(rows(8, 4), scale=rows()))
+    flags = {"scale": rows()} if rank else {"scale": rows(), "twice": True}
+    refused("flags", InputError, lambda: par(rows(), **flags))
+    sharded = autopar3d.compile(make(Tied), GRID, inputs="sharded")
+    refused("sharded", InputError, lambda: sharded(rows()))
+    refused("unplanned", StateError, lambda: sharded.state_dict())
+    # After all that the ranks still work together.
+    close(par(rows(), scale=rows()), make(Pair)(rows(), scale=rows()))
+    return found
+
+
+def test_every_rank_gets_a_clear_error(ranks: Pool) -> None:
+    results = ranks.run(_refusals, ranks=4, timeout=200)
+    for rank, found in enumerate(results):
+        assert "needs 2*2*2 = 8 ranks but the world size is 4" in found["size"] and "(2, 2, 1)" in found["size"]
+        assert "compile of rank 0 differs from that of ranks 1, 2, 3" in found["grids"]
+        if rank != 2:
+            assert "compile failed on rank 2: PlanError: inputs='mine' is not known" in found["option"]
+        if rank != 3:
+            assert "planning failed on rank 3: TraceError: cannot trace Branches at" in found["trace"]
+        assert "cannot trace Branches" in found["everywhere"]
+        assert "planning of rank 0 differs from that of rank 1" in found["models"]
+        assert "input kwargs['scale'] of rank 0 differs from that of rank 1" in found["inputs"]
+        assert "same global batch" in found["inputs"]
+        assert "input args[0] of rank 0 differs from that of rank 1 ((8, 8) torch.float64" in found["shapes"]
+        assert "inputs of rank 0 differs from that of ranks 1, 2, 3" in found["structure"]
+        assert "args[0] is torch.float64 (8, 4); planned was" in found["call"]
+        assert "of rank 0 differs from that of ranks 1, 2, 3" in found["flags"]
+        assert "give compile example_inputs= of global shape" in found["sharded"]
+        assert "nothing is planned yet" in found["unplanned"]
