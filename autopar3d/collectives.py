@@ -97,8 +97,10 @@ def _all_to_all(x: Tensor, cut: tuple[int, int], join: tuple[int, int], group: s
 
 def _slice(x: Tensor, dim: int, outer: int, group: str, size: int) -> Tensor:
     index = axis_index(group, x.device)
-    return _split(x, dim, outer, size).index_select(dim + 1, index).reshape(
-        *x.shape[:dim], x.shape[dim] // size, *x.shape[dim + 1 :]
+    return (
+        _split(x, dim, outer, size)
+        .index_select(dim + 1, index)
+        .reshape(*x.shape[:dim], x.shape[dim] // size, *x.shape[dim + 1 :])
     )
 
 

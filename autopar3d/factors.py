@@ -2,8 +2,8 @@
 
 Each rule names the factors of one op. Tensors connect ops: if a linear's output is later viewed as (heads, head_dim),
 then its `out` factor, its weight's rows and its bias are cut there too. `Factors` finds the coarsest cut of every dim
-that serves all ops around it. Afterwards every tensor is a row of *atoms*, the same row for its producer and for each of
-its readers, so that placements can be compared atom by atom.
+that serves all ops around it. Afterwards every tensor is a row of *atoms*, the same row for its producer and for each
+of its readers, so that placements can be compared atom by atom.
 """
 
 from __future__ import annotations

@@ -67,9 +67,10 @@ class Grid:
                 raise GridError(f"grid= got a DeviceMesh of shape {tuple(mesh.shape)}; it needs exactly 3 dimensions")
             ranks = tuple(int(r) for r in mesh.flatten().tolist())
             ordered = ranks == tuple(range(len(ranks)))
-            return cls(*(int(s) for s in mesh.shape), ranks=() if ordered else ranks)
+            x, y, z = (int(s) for s in mesh.shape)
+            return cls(x, y, z, () if ordered else ranks)
         try:
-            sizes = tuple(grid)  # type: ignore[arg-type]
+            sizes: tuple[Any, ...] = tuple(grid)  # type: ignore[arg-type]
         except TypeError:
             sizes = (grid,)
         if len(sizes) != 3:
@@ -78,7 +79,8 @@ class Grid:
                 "for instance (4, 2, 1): use 1 for an axis you do not need"
             )
         # numpy's and torch's whole numbers too
-        return cls(*(int(s) if isinstance(s, Integral) and not isinstance(s, bool) else s for s in sizes))
+        x, y, z = (int(s) if isinstance(s, Integral) and not isinstance(s, bool) else s for s in sizes)
+        return cls(x, y, z)
 
     @property
     def sizes(self) -> tuple[int, int, int]:

@@ -36,9 +36,7 @@ _CLOSING = 5.0  # seconds that a rank gets to leave its process group
 _NURSERIES = 2
 
 
-def launch(
-    fn: Callable[..., Any], *args: Any, grid: Grid | Sequence[int] | int, timeout: float = 300.0
-) -> list[Any]:
+def launch(fn: Callable[..., Any], *args: Any, grid: Grid | Sequence[int] | int, timeout: float = 300.0) -> list[Any]:
     """Run `fn(*args)` on every rank of a grid of local CPU processes and return the results by rank.
 
     Every rank has RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and MASTER_PORT set, one thread, and a gloo
@@ -107,9 +105,7 @@ class Pool:
             self._folder.cleanup()
         self._ranks, self._nurseries, self._folder = {}, [], None
 
-    def run(
-        self, fn: Callable[..., Any], *args: Any, ranks: int | None = None, timeout: float = 300.0
-    ) -> list[Any]:
+    def run(self, fn: Callable[..., Any], *args: Any, ranks: int | None = None, timeout: float = 300.0) -> list[Any]:
         """Run `fn(*args)` on the first `ranks` ranks (default: all), in a process group of just these.
 
         Each call has a new default process group. Seed, default dtype and working directory are set at each

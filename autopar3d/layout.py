@@ -127,7 +127,7 @@ class Layout:
         """
         if len(shape) != self.ndim:
             raise LayoutError(f"layout {self} is for {self.ndim} dims; the tensor has shape {tuple(shape)}")
-        out = []
+        out: list[Dim] = []
         for i, (dim, n) in enumerate(zip(self.dims, shape, strict=True)):
             if len(dim) == 1:
                 if dim[0].size not in (0, n):

@@ -36,9 +36,9 @@ def run_lockstep(module: GraphModule, grid: Grid, arguments: Sequence[Sequence[A
         if node.op == "placeholder":
             values[node] = list(next(given))
         elif node.op == "output":
-            return [tuple(map_arg(node.args[0], lambda n, r=r: values[n][r])) for r in ranks]
+            return [tuple(_on(r, node.args[0], values)) for r in ranks]
         else:
-            args = [map_arg(node.args, lambda n, r=r: values[n][r]) for r in ranks]
+            args = [_on(r, node.args, values) for r in ranks]
             if node.target in _COLLECTIVES:
                 values[node] = _COLLECTIVES[node.target](grid, args)
             elif node.target is c10d.wait_tensor.default:
@@ -47,11 +47,16 @@ def run_lockstep(module: GraphModule, grid: Grid, arguments: Sequence[Sequence[A
                 axis = _axis(grid, args[0][0])
                 values[node] = [torch.tensor([grid.coordinates(r)[axis]], device=args[0][1]) for r in ranks]
             else:
-                kwargs = [map_arg(node.kwargs, lambda n, r=r: values[n][r]) for r in ranks]
+                kwargs = [_on(r, node.kwargs, values) for r in ranks]
                 values[node] = [node.target(*a, **k) for a, k in zip(args, kwargs, strict=True)]
         for dead in last_use.get(node, ()):
             del values[dead]
     raise AssertionError("a graph without an output")
+
+
+def _on(rank: int, what: Any, values: dict[Node, list[Any]]) -> Any:
+    """Arguments as they are on one rank."""
+    return map_arg(what, lambda n: values[n][rank])
 
 
 def _last_uses(module: GraphModule) -> dict[Node, list[Node]]:

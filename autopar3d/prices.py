@@ -31,13 +31,11 @@ class PriceTable:
     latency: np.ndarray  # [3, S, S]
     inverse_bandwidth: np.ndarray  # [3, S, S]
 
-    def price(
-        self, sources: np.ndarray, targets: np.ndarray, size: int, *, grad: bool, regather: bool
-    ) -> np.ndarray:
+    def price(self, sources: np.ndarray, targets: np.ndarray, size: int, *, grad: bool, regather: bool) -> np.ndarray:
         """Seconds, [len(sources), len(targets)], for a value of `size` bytes."""
         phases = [0] + [1] * grad + [2] * (grad and regather)
         at = np.ix_(sources, targets)
-        total: np.ndarray = sum(self.latency[p][at] + size * self.inverse_bandwidth[p][at] for p in phases)  # type: ignore[assignment]
+        total: np.ndarray = sum(self.latency[p][at] + size * self.inverse_bandwidth[p][at] for p in phases)
         return total
 
 

@@ -33,9 +33,7 @@ def flatten_output(output: Any) -> tuple[list[tuple[str, Any]], pytree.TreeSpec]
     return leaves, spec
 
 
-def flatten_input(
-    args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> tuple[list[tuple[str, Any]], pytree.TreeSpec]:
+def flatten_input(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[list[tuple[str, Any]], pytree.TreeSpec]:
     """The same of a call: paths like `args[0]` and `kwargs['labels']`, and the spec of `(args, kwargs)`."""
     leaves, spec = _flatten((args, kwargs))
     # A path begins with "[0]" in args and with "[1]" in kwargs.
@@ -79,9 +77,7 @@ def register_caches() -> None:
     roots = ("Cache", "CacheLayerMixin", "LinearAttentionCacheLayerMixin", "DummyLayer")
     for cls in _with_subclasses(getattr(module, name) for name in roots if hasattr(module, name)):
         if cls not in pytree.SUPPORTED_NODES:
-            pytree.register_pytree_node(
-                cls, _flatten_object, _rebuild_object, flatten_with_keys_fn=_flatten_with_keys
-            )
+            pytree.register_pytree_node(cls, _flatten_object, _rebuild_object, flatten_with_keys_fn=_flatten_with_keys)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -102,15 +98,11 @@ def _flatten_object(instance: Any) -> tuple[list[Any], _Shape]:
 
 def _flatten_with_keys(instance: Any) -> tuple[list[tuple[Any, Any]], _Shape]:
     values, shape = _flatten_object(instance)
-    return [
-        (pytree.GetAttrKey(name), value) for name, value in zip(shape.children, values, strict=True)
-    ], shape
+    return [(pytree.GetAttrKey(name), value) for name, value in zip(shape.children, values, strict=True)], shape
 
 
 def _rebuild_object(values: Any, shape: _Shape) -> Any:
-    instance: Any = object.__new__(
-        shape.cls
-    )  # a cache's __init__ wants a config and makes tensors of its own
+    instance: Any = object.__new__(shape.cls)  # a cache's __init__ wants a config and makes tensors of its own
     vars(instance).update(shape.plain)
     vars(instance).update(zip(shape.children, values, strict=True))
     return instance

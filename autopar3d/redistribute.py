@@ -168,7 +168,7 @@ def transfers(step: Step, before: State, elements: float, grid: Grid, *, scatter
     if step.kind == "scatter":
         return [Transfer("reduce_scatter", a, part, "forward"), Transfer("all_gather", a, part, "backward")]
     if step.kind == "regroup" and scatterable:
-        both = [Transfer(k, a, part, p) for p in ("forward", "backward") for k in ("reduce_scatter", "all_gather")]  # type: ignore[arg-type]
+        both = [Transfer(k, a, part, p) for p in ("forward", "backward") for k in ("reduce_scatter", "all_gather")]
         return [*both, Transfer("all_gather", a, part, "regather")]
     if step.kind in ("reduce", "regroup"):
         out = [Transfer("all_reduce", a, 2 * part, "forward")]

@@ -204,9 +204,7 @@ def _with_loss(model: nn.Module, loss_fn: Callable[..., Tensor] | None) -> Calla
 Tensors = dict[tuple[str, str], "Tensor | None"]  # by (kind, name)
 
 
-def _train(
-    model: nn.Module, call: Callable[..., Any], args: Any, kwargs: Any, steps: int, lr: float
-) -> Tensors:
+def _train(model: nn.Module, call: Callable[..., Any], args: Any, kwargs: Any, steps: int, lr: float) -> Tensors:
     """All that is compared, as full tensors."""
     optimizer = torch.optim.AdamW(model.parameters(), lr=lr)
     # Own leaves: two runs must not add to one .grad.
@@ -280,9 +278,7 @@ def _differences(there: Tensors, here: Tensors, layouts: Mapping[tuple[str, str]
     return found
 
 
-def _difference(
-    kind: str, name: str, t: Tensor | None, r: Tensor | None, largest: float, layout: str
-) -> Difference:
+def _difference(kind: str, name: str, t: Tensor | None, r: Tensor | None, largest: float, layout: str) -> Difference:
     floor = largest if kind == "gradient" else 1.0
     if t is None or r is None:
         # No gradient and a gradient of zeros say the same: nothing depends on it.
@@ -296,9 +292,7 @@ def _difference(
         return Difference(kind, name, float("nan"), floor, layout, note)
     if not r.is_floating_point():
         wrong = int((t != r).sum())
-        return Difference(
-            kind, name, float(wrong), floor, layout, f"{wrong} of {r.numel()} differ" if wrong else ""
-        )
+        return Difference(kind, name, float(wrong), floor, layout, f"{wrong} of {r.numel()} differ" if wrong else "")
     error = 0.0 if torch.equal(t, r) else float((t.double() - r.double()).abs().max())
     return Difference(kind, name, error, max(_largest(r), floor), layout)
 

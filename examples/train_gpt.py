@@ -36,9 +36,7 @@ class Run:
 
 
 def parse() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--grid", default="2,2,2", help="sizes of the axes x,y,z")
     parser.add_argument("--device", default="cpu", choices=["cpu", "cuda"])
     parser.add_argument("--dtype", default="float32", choices=["float32", "bfloat16", "float64"])
@@ -90,9 +88,7 @@ def make_model(vocab: int, options: argparse.Namespace) -> GPT:
     return GPT(config).to(options.device, getattr(torch, options.dtype))
 
 
-def train(
-    model: nn.Module, text: Tensor, options: argparse.Namespace, report: bool
-) -> tuple[list[float], float]:
+def train(model: nn.Module, text: Tensor, options: argparse.Namespace, report: bool) -> tuple[list[float], float]:
     """The training loop, the same for one device and for a grid: the losses and the tokens per second."""
     optimizer = torch.optim.AdamW(model.parameters(), lr=options.lr)
     losses: list[float] = []

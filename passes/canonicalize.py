@@ -87,8 +87,7 @@ class _Builder:
         """The new program, without the nodes that no result reads."""
         renamed = {old.name: new.name for old, new in self.new.items()}
         results = tuple(
-            r if r.node is None else dataclasses.replace(r, node=renamed[r.node])
-            for r in self.program.results
+            r if r.node is None else dataclasses.replace(r, node=renamed[r.node]) for r in self.program.results
         )
         self.graph.output(self._map(self.program.graph.graph.output_node().args[0]))
         for node in reversed(self.graph.nodes):

@@ -99,9 +99,7 @@ class _Assembly:
         for spec in self.signature.output_specs:
             if spec.kind is OutputKind.PARAMETER_MUTATION:
                 what = f"the parameter {own_name(spec.target)}"
-                way_out = (
-                    "make it a buffer or a parametrization, or change it outside the model, between steps"
-                )
+                way_out = "make it a buffer or a parametrization, or change it outside the model, between steps"
             elif spec.kind is OutputKind.USER_INPUT_MUTATION:
                 what, way_out = f"its input {paths[spec.target]}", "work on a copy: x = x.clone()"
             else:
@@ -134,9 +132,7 @@ class _Assembly:
             elif spec.kind is InputKind.USER_INPUT:
                 inputs.append(spec)
             else:
-                raise TraceError(
-                    f"{type(self.model).__name__} uses {spec.target}, a {spec.kind.name.lower()}"
-                )
+                raise TraceError(f"{type(self.model).__name__} uses {spec.target}, a {spec.kind.name.lower()}")
 
         kinds: tuple[tuple[Literal["parameter", "buffer"], Iterable[tuple[str, Tensor]]], ...] = (
             ("parameter", self.model.named_parameters(remove_duplicate=False)),
@@ -171,9 +167,7 @@ class _Assembly:
             value = self.exported.constants[spec.target]
             name, attribute = self.held.get(_storage(value), (own_name(spec.target), value))
             if value.untyped_storage()._cdata in learned:
-                raise TraceError(
-                    f"{name} is a view of a parameter, made outside of forward; make it in forward"
-                )
+                raise TraceError(f"{name} is a view of a parameter, made outside of forward; make it in forward")
             if attribute.requires_grad:
                 raise TraceError(
                     f"forward uses {name}, which requires a gradient but is not among the model's "

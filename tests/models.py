@@ -52,9 +52,7 @@ class Block(nn.Module):
         self.norm2 = nn.BatchNorm2d(outer)
         self.shortcut = nn.Identity()
         if stride != 1 or inner != outer:
-            self.shortcut = nn.Sequential(
-                nn.Conv2d(inner, outer, 1, stride, bias=False), nn.BatchNorm2d(outer)
-            )
+            self.shortcut = nn.Sequential(nn.Conv2d(inner, outer, 1, stride, bias=False), nn.BatchNorm2d(outer))
 
     def forward(self, x: Tensor) -> Tensor:
         y = F.relu(self.norm1(self.conv1(x)))
@@ -195,9 +193,7 @@ def _seeded(build: Callable[[], nn.Module]) -> MakeModel:
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(0)
             model = build()
-            with (
-                torch.no_grad()
-            ):  # off the 0 and 1 of fresh biases and norms, behind which dropped terms would hide
+            with torch.no_grad():  # off the 0 and 1 of fresh biases and norms, behind which dropped terms would hide
                 for p in model.parameters():
                     p.add_(0.02 * torch.randn_like(p))
         return model.to(dtype).train()

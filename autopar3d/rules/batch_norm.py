@@ -49,9 +49,7 @@ def batch_norm_part(
         return out
     # The running variance is the unbiased one.
     news = (mean.detach(), var.detach() * (count / (count - 1)))
-    return out + tuple(
-        (old + momentum * (new - old)).to(old.dtype) for old, new in zip(running, news, strict=True)
-    )
+    return out + tuple((old + momentum * (new - old)).to(old.dtype) for old, new in zip(running, news, strict=True))
 
 
 def batch_norm_result(*args: Any) -> Tensor:
@@ -80,14 +78,8 @@ def batch_norm(node: Node) -> OpSpec:
             outputs.append((dims[1],))
     inputs = (tuple(dims), *((dims[1],) for _ in operands(node)[1:]))
     rest = frozenset(f"d{i}" for i in range(x.dim()) if i != 1)
-    if (
-        node.target is aten.batch_norm.default
-        and argument(node, "training")
-        and argument(node, "running_mean")
-    ):
-        whole |= (
-            rest  # this form writes its running statistics in place; export emits the functional one instead
-        )
+    if node.target is aten.batch_norm.default and argument(node, "training") and argument(node, "running_mean"):
+        whole |= rest  # this form writes its running statistics in place; export emits the functional one instead
     return OpSpec(
         sizes,
         inputs,

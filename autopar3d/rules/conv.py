@@ -141,9 +141,7 @@ def over_three_dims(node: Node) -> OpSpec:
     return _leading(node, 3)
 
 
-@RULES.builder(
-    aten.pixel_shuffle.default, aten.pixel_unshuffle.default, aten.im2col.default, aten.col2im.default
-)
+@RULES.builder(aten.pixel_shuffle.default, aten.pixel_unshuffle.default, aten.im2col.default, aten.col2im.default)
 def fold(node: Node) -> OpSpec:
     """... (c r) x -> ... c y: channels share their outer part, patches stay whole"""
     x, out = operands(node)[0].meta["val"], results(node)[0]

@@ -6,8 +6,8 @@ a partial sum), and results without it are partial sums. So strategies, local sh
 the tests all come from the line.
 
 Notation: terms separated by commas; a term lists one factor per dim; `...` stands for any leading dims, aligned on the
-right; `(a b)` is a dim made of two factors, outer first; `1` is a dim of length one; a term ending in `?` may be absent.
-Factors after `|` stay whole: `"... h, h? -> ... h | h"`.
+right; `(a b)` is a dim made of two factors, outer first; `1` is a dim of length one; a term ending in `?` may be
+absent. Factors after `|` stay whole: `"... h, h? -> ... h | h"`.
 """
 
 from __future__ import annotations
@@ -74,7 +74,8 @@ class OpSpec:
 class Exchange:
     """A collective that a lowering performs itself: elements put in per rank, and when (`forward` or `backward`).
 
-    Backward ones happen when the op's first operand has a gradient. `dtype` is what travels, where it is not that of the op's first result.
+    Backward ones happen when the op's first operand has a gradient. `dtype` is what travels, where it is not that of
+    the op's first result.
     """
 
     kind: str

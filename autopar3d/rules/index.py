@@ -207,9 +207,7 @@ def cosine_similarity(node: Node) -> OpSpec:
     sizes = {f"d{i}": n for i, n in enumerate(full)}
     dims: Dims = tuple((f,) for f in sizes)
     inputs = tuple(_aligned(tuple(map(int, t.shape)), full, dims) for t in tensors)
-    return OpSpec(
-        sizes, inputs, (tuple(d for i, d in enumerate(dims) if i != at),), whole=frozenset({f"d{at}"})
-    )
+    return OpSpec(sizes, inputs, (tuple(d for i, d in enumerate(dims) if i != at),), whole=frozenset({f"d{at}"}))
 
 
 @RULES.builder(aten.diagonal.default, aten.unfold.default)

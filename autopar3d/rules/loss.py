@@ -97,9 +97,7 @@ def _finish(
     return rows.sum() / valid_rows(target, weight, rows.dtype, ignore, row_groups)
 
 
-def valid_rows(
-    target: Tensor, weight: Tensor | None, dtype: torch.dtype, ignore: int, row_groups: Groups
-) -> Tensor:
+def valid_rows(target: Tensor, weight: Tensor | None, dtype: torch.dtype, ignore: int, row_groups: Groups) -> Tensor:
     """Number (or summed class weight) of the rows that are not ignored, over all ranks."""
     valid = target != ignore
     here = valid.to(dtype)
@@ -176,9 +174,7 @@ def nll_part(
     return _finish(rows, target, weight, reduction, ignore, row_groups).to(x.dtype)
 
 
-def probability_rows(
-    x: Tensor, target: Tensor, weight: Tensor | None, smoothing: float, count: int
-) -> Tensor:
+def probability_rows(x: Tensor, target: Tensor, weight: Tensor | None, smoothing: float, count: int) -> Tensor:
     """cross_entropy against class probabilities, summed here and divided by the global number of rows."""
     return F.cross_entropy(x, target, weight, reduction="sum", label_smoothing=smoothing) / count
 

@@ -12,9 +12,7 @@ from ..collectives import axis_index, reduce, reduce_max
 from .core import Exchange, LocalOp, Lowered, operands
 
 Groups = Sequence[tuple[str, int]]  # (group name, size), outer axis first
-Pieces = Sequence[
-    tuple[int, Groups]
-]  # a factor as finer ones, outer first: (global length, the axes over it)
+Pieces = Sequence[tuple[int, Groups]]  # a factor as finer ones, outer first: (global length, the axes over it)
 
 _HALF = (torch.float16, torch.bfloat16)
 
@@ -133,6 +131,4 @@ def all_reduces(
     dtype = torch.float32 if dtype in _HALF else dtype
     axes = op.axes(*factors)
     ahead = [Exchange("all_reduce", a, elements, dtype=dtype) for a in axes for _ in range(forward)]
-    return ahead + [
-        Exchange("all_reduce", a, elements, "backward", dtype) for a in axes for _ in range(backward)
-    ]
+    return ahead + [Exchange("all_reduce", a, elements, "backward", dtype) for a in axes for _ in range(backward)]

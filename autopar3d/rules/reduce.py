@@ -80,9 +80,7 @@ def _lower_mean(op: LocalOp) -> Lowered:
 # -- spread and length: sums that the lowering completes -----------------------------------------------------
 
 
-def variance_part(
-    x: Tensor, dims: list[int], keepdim: bool, divisor: float, count: int, groups: Groups
-) -> Tensor:
+def variance_part(x: Tensor, dims: list[int], keepdim: bool, divisor: float, count: int, groups: Groups) -> Tensor:
     """Variance over dims that are split over the groups, in two passes; complete on every rank."""
     wide = widen(x)
     centred = wide - psum(wide.sum(dims, keepdim=True) / count, groups, varying=True)
@@ -90,9 +88,7 @@ def variance_part(
     return (squares / divisor).to(x.dtype)
 
 
-def deviation_part(
-    x: Tensor, dims: list[int], keepdim: bool, divisor: float, count: int, groups: Groups
-) -> Tensor:
+def deviation_part(x: Tensor, dims: list[int], keepdim: bool, divisor: float, count: int, groups: Groups) -> Tensor:
     """Standard deviation, likewise."""
     return _root(variance_part(x, dims, keepdim, divisor, count, groups), at_zero=float("inf"))
 
@@ -231,6 +227,4 @@ def scan(node: Node) -> OpSpec:
         out[at] = ("k",)
     linear = node.target is aten.cumsum.default and _keeps_dtype(node)
     whole = frozenset({f"d{at}", "k"})
-    return OpSpec(
-        sizes, (tuple(dims),), (tuple(out),) * len(results(node)), whole & set(sizes), linear=linear
-    )
+    return OpSpec(sizes, (tuple(dims),), (tuple(out),) * len(results(node)), whole & set(sizes), linear=linear)

@@ -73,7 +73,7 @@ def regroup(before: Sequence[int], after: Sequence[int]) -> tuple[dict[str, int]
         if 0 in (rest_left, rest_right):  # an empty tensor: nothing to share
             break
         common = math.gcd(rest_left, rest_right)
-        if common == rest_left or common == rest_right:
+        if common in (rest_left, rest_right):
             name = fresh(common)
             left[i].append(name)
             right[j].append(name)

@@ -30,8 +30,8 @@ MARKS = (1, 10, 25, 50, 100, 150, 200, 300, 500)
 
 PAGE = """# Learning on a grid and on one device
 
-A character-level GPT ({layers} layers, hidden {hidden}, {heads} heads, batch {batch} of {seq} characters) on the text that
-ships with Python, {steps} steps of AdamW at {lr:g} with gradients clipped at norm 1; the same weights and batches for
+A character-level GPT ({layers} layers, hidden {hidden}, {heads} heads, batch {batch} of {seq} characters) on the text
+that ships with Python, {steps} steps of AdamW at {lr:g} with gradients clipped at norm 1; the same weights and batches for
 all. The grid is {grid}, {where}. Made on {date} with torch {torch} by
 
     {command}
@@ -42,9 +42,8 @@ all. The grid is {grid}, {where}. Made on {date} with torch {torch} by
 
 {summary}
 
-In float32 the two curves are one: what differs is the order in which sums are rounded, and it grows as training
-amplifies it. In bfloat16 rounding is {ratio} times coarser (2^-8 of a number instead of 2^-24), and partial sums
-are rounded before they are added, so single steps differ visibly; the level that is reached does not.
+In float32 the two differ in the order in which sums are rounded, which training amplifies. In bfloat16 rounding is
+{ratio} times coarser, and a loss between 2 and 4 is itself a multiple of 1/64: single steps differ by that.
 """
 
 
@@ -98,7 +97,9 @@ def run(options: argparse.Namespace) -> dict[str, dict[str, list[float]]]:
             grid = on_grid(own) if options.simulate else pool.run(on_grid, own, timeout=3600)[0]
             seconds = time.perf_counter() - start
             found[dtype] = {"grid": grid, "one device": alone(own)}
-            print(f"{dtype}: last loss {grid[-1]:.4f}, one device {found[dtype]['one device'][-1]:.4f}, {seconds:.0f} s")
+            print(
+                f"{dtype}: last loss {grid[-1]:.4f}, one device {found[dtype]['one device'][-1]:.4f}, {seconds:.0f} s"
+            )
     return found
 
 
@@ -120,7 +121,9 @@ def plot(found: dict[str, dict[str, list[float]]], options: argparse.Namespace) 
         top.set_title(dtype)
         top.legend()
         # A difference of nothing has no logarithm; the floor is below float32's resolution of a loss.
-        bottom.semilogy(steps, [max(abs(a - b), 1e-8) for a, b in zip(grid, one, strict=True)], color="tab:gray", linewidth=1)
+        bottom.semilogy(
+            steps, [max(abs(a - b), 1e-8) for a, b in zip(grid, one, strict=True)], color="tab:gray", linewidth=1
+        )
         bottom.set(xlabel="step", ylim=(5e-9, 1))
         for axis in (top, bottom):
             axis.grid(alpha=0.3)
@@ -143,7 +146,9 @@ def write(found: dict[str, dict[str, list[float]]], options: argparse.Namespace)
         worst = max(abs(a - b) for a, b in pairs)
         tail = pairs[-20:]
         drift = abs(sum(a for a, _ in tail) - sum(b for _, b in tail)) / len(tail)
-        lines.append(f"{dtype}: no step's loss differs by more than {worst:.1e}, the mean of the last 20 by {drift:.1e}.")
+        lines.append(
+            f"{dtype}: no step's loss differs by more than {worst:.1e}, the mean of the last 20 by {drift:.1e}."
+        )
     table = "\n".join("| " + " | ".join(r) + " |" for r in [header, ["---"] * len(header), *rows])
     given: dict[str, Any] = vars(options) | {"grid": "({},{},{})".format(*options.grid)}
     page = PAGE.format(
@@ -153,7 +158,7 @@ def write(found: dict[str, dict[str, list[float]]], options: argparse.Namespace)
         torch=torch.__version__,
         command=" ".join(["python examples/benchmarks/learning_curve.py", *sys.argv[1:]]),
         table=table,
-        summary="\n".join(lines),
+        summary="\n".join(lines).strip(),
         ratio=2**16,
     )
     (options.folder / "learning_curve.md").write_text(page)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import lru_cache
+from functools import cache
 from typing import Any
 
 import torch
@@ -28,9 +28,7 @@ class _Double(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         func = torch.Tensor.double if func is torch.Tensor.float else func
-        args, kwargs = tree_map(
-            lambda x: torch.float64 if x is torch.float32 else x, (args, kwargs or {})
-        )
+        args, kwargs = tree_map(lambda x: torch.float64 if x is torch.float32 else x, (args, kwargs or {}))
         return func(*args, **kwargs)
 
 
@@ -59,10 +57,14 @@ def case(name: str, dtype: torch.dtype = torch.float64) -> tuple[Callable[[], nn
     return (lambda: make(dtype)), inputs(dtype)
 
 
-@lru_cache(maxsize=None)
-def simulated(
-    name: str, grid: Sizes, dtype: torch.dtype = torch.float64, steps: int = 5, **options: Any
-) -> Comparison:
+def simulated(name: str, grid: Sizes, dtype: torch.dtype = torch.float64, steps: int = 5, **options: str) -> Comparison:
     """The model, trained on a simulated grid beside one device; made once, for all tests that look at it."""
+    return _simulated(name, grid, dtype, steps, tuple(sorted(options.items())))
+
+
+@cache
+def _simulated(
+    name: str, grid: Sizes, dtype: torch.dtype, steps: int, options: tuple[tuple[str, str], ...]
+) -> Comparison:
     make, (args, kwargs) = case(name, dtype)
-    return trains_like_one_device(make, args, grid, example_kwargs=kwargs, steps=steps, **options)
+    return trains_like_one_device(make, args, grid, example_kwargs=kwargs, steps=steps, **dict(options))

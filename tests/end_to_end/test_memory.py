@@ -6,7 +6,7 @@ That parameters, gradients and optimizer state are 1/P is looked at where real r
 from __future__ import annotations
 
 import math
-from functools import lru_cache
+from functools import cache
 from typing import Any
 
 import pytest
@@ -35,7 +35,7 @@ def gpt() -> tuple[torch.nn.Module, tuple[Tensor, Tensor]]:
     return model, (tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous())
 
 
-@lru_cache(maxsize=None)
+@cache
 def saved(grid: Sizes) -> dict[str, tuple[int, ...]]:
     """Bytes of each distinct storage saved for backward, by node name, one number a rank.
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import hashlib
 import math
-from functools import lru_cache
+from functools import cache
 from typing import Any, NamedTuple
 
 import pytest
@@ -59,7 +59,7 @@ def held(tensors: list[Any]) -> int:
     return sum(t.untyped_storage().nbytes() // t.element_size() for t in storages.values())
 
 
-@lru_cache(maxsize=None)
+@cache
 def trained(pool: Pool, name: str, grid: Sizes) -> list[Trained]:
     return pool.run(train, name, grid, ranks=math.prod(grid), timeout=280)
 

@@ -6,7 +6,8 @@ docs/equality.md.
 
 from __future__ import annotations
 
-from functools import lru_cache
+from collections import Counter
+from functools import cache
 
 import pytest
 import torch
@@ -19,6 +20,10 @@ from tests.models import MODELS
 from .cases import GLOO_GRIDS, Sizes, case, simulated
 
 torch.set_num_threads(1)
+
+# On one device equal to rounding, not bit for bit: GPT-2's addmm is planned as a matmul and an add; Llama's and T5's
+# clones go, and with them strides and the order in which gradients are added.
+ROUNDED = ("gpt2", "llama", "t5")
 
 FEW: list[Sizes] = [(2, 2, 2), (2, 3, 4), (1, 1, 1)]
 
@@ -60,11 +65,13 @@ def test_in_single_precision(name: str) -> None:
         assert d.error <= 4 * rounding(name), str(d)
 
 
-@lru_cache(maxsize=None)
+@cache
 def rounding(name: str) -> float:
     """How far one device's parameters are from float64's after as many steps."""
-    single, double = (dict(simulated(name, (1, 1, 1), t).module.named_parameters()) for t in (torch.float32, torch.float64))
-    return max(float((single[n] - p).abs().max()) for n, p in double.items())
+    single, double = (
+        dict(simulated(name, (1, 1, 1), dtype).module.named_parameters()) for dtype in (torch.float32, torch.float64)
+    )
+    return max((single[n] - p).abs().max().item() for n, p in double.items())
 
 
 def test_in_half_precision() -> None:
@@ -89,16 +96,26 @@ def test_no_op_is_without_a_rule(name: str) -> None:
     assert not simulated(name, (2, 2, 2)).module._prepared.step.factors.without_rule
 
 
+@pytest.mark.parametrize("grid", FEW[:2], ids=str)
+@pytest.mark.parametrize("name", MODELS)
+def test_the_plan_counts_what_the_graphs_send(name: str, grid: Sizes) -> None:
+    module = simulated(name, grid).module
+    found: Counter[tuple[str, str]] = Counter()
+    for graph in (module.forward_graph, module.backward_graph):
+        assert graph is not None
+        for c in collectives(graph):
+            found[c.axis, c.kind] += c.bytes  # type: ignore[assignment]
+    assert module.plan.bytes == pytest.approx(dict(found), rel=1e-12)
+
+
 @pytest.mark.parametrize("name", MODELS)
 def test_one_device_is_the_plain_model(name: str) -> None:
     found = simulated(name, (1, 1, 1))
     for graph in graphs(name):
         assert collectives(graph) == []
         assert not any("_c10d" in str(n.target) or "autopar3d" in str(n.target) for n in graph.graph.nodes)
-    if name == "gpt2":
-        # Its Conv1D is an addmm, which is planned as a matmul and an add: rounded twice instead of once.
-        return
-    assert not [str(d) for d in found.differences if d.error], "not bit for bit"
+    if name not in ROUNDED:
+        assert not [str(d) for d in found.differences if d.error], "not bit for bit"
 
 
 def graphs(name: str) -> tuple[GraphModule, GraphModule]:

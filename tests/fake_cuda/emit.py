@@ -1,6 +1,6 @@
 """Emit the graphs of models for CUDA and print what they hold, as JSON. A script: see tests/test_cuda_graphs.py.
 
-    python tests/fake_cuda/emit.py GUARD.so gpt llama ...
+python tests/fake_cuda/emit.py GUARD.so gpt llama ...
 """
 
 from __future__ import annotations

@@ -51,9 +51,7 @@ def assert_values_are_right(program: Program) -> None:
             with node.meta["val"].fake_mode:
                 again = node.target(*args, **kwargs)
             value = node.meta["val"]
-            assert (again.shape, again.dtype, again.stride()) == (value.shape, value.dtype, value.stride()), (
-                node
-            )
+            assert (again.shape, again.dtype, again.stride()) == (value.shape, value.dtype, value.stride()), node
 
 
 @pytest.mark.parametrize("name", MODELS)

@@ -121,9 +121,7 @@ def test_arguments_in_order() -> None:
         ("input", ("args[0]",), 0, False, True),
         ("input", ("kwargs['extra']",), 3, False, True),
     ]
-    assert [n.name for n in program.graph.graph.find_nodes(op="placeholder")] == [
-        a.node for a in program.arguments
-    ]
+    assert [n.name for n in program.graph.graph.find_nodes(op="placeholder")] == [a.node for a in program.arguments]
     assert_is_the_model(model, X, 2.0, mask=None, extra=torch.zeros(4))
 
 

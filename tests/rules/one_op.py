@@ -100,17 +100,13 @@ class OneOp:
 
     def _reference(self) -> None:
         leaves = [t.clone().requires_grad_(g) for t, g in zip(self.arrive, self.needs, strict=True)]
-        order = iter(
-            x.reshape(t.shape) if i in self.sample.views else x for i, (x, t) in self._numbered(leaves)
-        )
+        order = iter(x.reshape(t.shape) if i in self.sample.views else x for i, (x, t) in self._numbered(leaves))
         args, kwargs = tree_map_only(Tensor, lambda _: next(order), (self.sample.args, self.sample.kwargs))
         out = self.sample.op(*args, **kwargs)
         outs = [t for t in ([out] if self.single else out) if isinstance(t, Tensor)]
         self.results = [t.detach() for t in outs]
         generator = torch.Generator().manual_seed(1)
-        self.tangents = [
-            torch.randn(t.shape, generator=generator, dtype=torch.float64).to(t.dtype) for t in outs
-        ]
+        self.tangents = [torch.randn(t.shape, generator=generator, dtype=torch.float64).to(t.dtype) for t in outs]
         self.flows = [i for i, t in enumerate(outs) if t.requires_grad and (i == 0 or not self.sample.first)]
         sources = [t for t in leaves if t.requires_grad]
         self.grads: list[Tensor | None] = []
@@ -177,9 +173,7 @@ class OneOp:
         if self.sample.empty:
             return
         tol = 1e-5 if want.dtype is torch.float32 or self.results[0].dtype is torch.float32 else 1e-10
-        torch.testing.assert_close(
-            got, want, rtol=tol, atol=tol, equal_nan=True, msg=lambda m: f"{what}: {m}"
-        )
+        torch.testing.assert_close(got, want, rtol=tol, atol=tol, equal_nan=True, msg=lambda m: f"{what}: {m}")
 
     def _check_exchange(self, local: Any, parts: Any) -> None:
         emitted: dict[str, Counter[Any]] = {"forward": Counter(), "backward": Counter()}

@@ -253,12 +253,8 @@ def _losses() -> Iterator[Sample]:
         for log in (True, False):
             yield _s(aten.kl_div.default, t(4, 6), pos(4, 6), reduction, log_target=log)
         yield _s(aten.hinge_embedding_loss.default, t(4, 6), t(4, 6).sign(), 1.0, reduction, constant=(1,))
-        yield _s(
-            aten.margin_ranking_loss.default, t(4, 6), t(4, 6), t(4, 6).sign(), 0.1, reduction, constant=(2,)
-        )
-        yield _s(
-            aten.poisson_nll_loss.default, t(4, 6), pos(4, 6), True, False, 1e-8, reduction, constant=(1,)
-        )
+        yield _s(aten.margin_ranking_loss.default, t(4, 6), t(4, 6), t(4, 6).sign(), 0.1, reduction, constant=(2,))
+        yield _s(aten.poisson_nll_loss.default, t(4, 6), pos(4, 6), True, False, 1e-8, reduction, constant=(1,))
         places = torch.where(yes(4, 6), ids(4, 4, 6), torch.tensor(2))
         for op in (aten.cross_entropy_loss.default, aten.nll_loss_nd.default):
             yield _s(op, t(4, 4, 6), places, pos(4), reduction, 2, constant=(2,))
@@ -458,7 +454,5 @@ def _finer() -> Iterator[Sample]:
     yield Sample(causal, (*heads, None, 0.0, True), views={0: [2, 4, 2, 6, 3]})
     yield Sample(aten.layer_norm.default, (t(4, 12), [12], t(12), t(12)), views={0: [4, 2, 6]})
     yield Sample(aten.softmax.int, (t(4, 12), 1), views={0: [4, 2, 6]})
-    yield Sample(
-        aten.conv2d.default, (t(4, 12, 3, 3), t(8, 12, 2, 2), t(8)), views={0: [4, 6, 2, 3, 3], 2: [2, 4]}
-    )
+    yield Sample(aten.conv2d.default, (t(4, 12, 3, 3), t(8, 12, 2, 2), t(8)), views={0: [4, 6, 2, 3, 3], 2: [2, 4]})
     yield Sample(aten.mean.dim, (t(4, 12), [1]), views={0: [4, 6, 2]})
