@@ -53,7 +53,9 @@ def compile(  # noqa: A001  (as torch.compile)
 ) -> ParallelModule:
     """Parallelize `model` over a grid of ranks. Every rank of the process group calls this with the same arguments.
 
-    The model is neither changed nor kept; rank 0's weights reach all ranks.
+    The model is neither changed nor kept; rank 0's weights reach all ranks. A model on meta is made real shard by shard
+    and initialised by its modules' `reset_parameters()` or its `_init_weights(module)`, to the same values on every
+    grid; what these do not fill must be loaded before the first call.
 
     Args:
         model: any `nn.Module` that `torch.export` can trace, on CPU, CUDA or meta.
@@ -66,7 +68,8 @@ def compile(  # noqa: A001  (as torch.compile)
         scheme: "auto" (by cost), or "3d", "2d", "1d", "zero3", "zero3x1d".
         inputs: "global" (every rank passes the same batch) or "sharded" (its own part, see `input_layouts`).
         outputs: "auto" (beside a scalar loss the other outputs stay sharded, as DTensors; without one all are
-            global), "global", "sharded", "loss", or a dict by output path.
+            global), "global", "sharded", "loss" (outputs that are no scalar are not computed and come back as
+            None), or a dict by output, such as `{"logits": "global"}`; those it does not name are "auto".
         regather: "all" (only shards are kept for backward), "weights" (gathered activations are kept), "none".
         hardware: a `Hardware`, a profile's name, or None for the default of the device type.
         strict: make it an error when something is kept whole or has no rule.
@@ -78,7 +81,7 @@ def compile(  # noqa: A001  (as torch.compile)
         LaunchError: there is no process group.
         TraceError: the model cannot be made a graph.
         PlanError: unknown options, or `strict` found something.
-        MismatchError: ranks made different plans.
+        MismatchError: ranks passed different arguments or made different plans, or another rank failed.
     """
     options = Options(scheme, inputs, outputs, regather, strict)
     compiler = runtime.jointly(
@@ -310,21 +313,22 @@ class Compiler(Engine):
     def _hold(
         self, module: ParallelModule, argument: Argument, layout: Layout, value: Tensor, sources: Mapping[str, Tensor]
     ) -> Tensor:
-        """Register a tensor, from its whole value, under all its names."""
-        held = value
+        """Register a tensor, copied from its whole value, under all its names."""
         if argument.kind == "parameter":
             trained = sources[argument.names[0]].requires_grad
-            held = nn.Parameter(self.executor.store(value, layout), requires_grad=trained)
+            held: Tensor = nn.Parameter(self.executor.store(value, layout), requires_grad=trained)
+        else:
+            held = value.clone(memory_format=torch.contiguous_format)
         for name in argument.names:
             table, leaf = slot(module, name)
             table[leaf] = held
         return held
 
     def _from_first(self, source: Tensor) -> Tensor:
+        if not isinstance(self.executor, RankExecutor):
+            return source.detach()
         own = source.detach().clone(memory_format=torch.contiguous_format)
-        if isinstance(self.executor, RankExecutor):
-            own = runtime.broadcast_from_first(own, self.executor.mesh)
-        return own
+        return runtime.broadcast_from_first(own, self.executor.mesh)
 
 
 def _call(example_inputs: Any, example_kwargs: Mapping[str, Any] | None) -> tuple[tuple[Any, ...], dict[str, Any]]:

@@ -32,11 +32,7 @@ class Executor(Protocol):
     sharded_inputs: bool
 
     def store(self, tensor: Tensor, layout: Layout) -> Tensor:
-        """A tensor that the module shall hold, from the whole tensor."""
-        ...
-
-    def empty(self, shape: Sequence[int], dtype: torch.dtype, device: torch.device, layout: Layout) -> Tensor:
-        """The same, with no values yet."""
+        """A tensor that the module shall hold, copied from the whole tensor."""
         ...
 
     def enter(self, tensor: Tensor, layout: Layout) -> Any:
@@ -182,10 +178,7 @@ class LockstepExecutor:
         self.grid = grid
 
     def store(self, tensor: Tensor, layout: Layout) -> Tensor:
-        return tensor
-
-    def empty(self, shape: Sequence[int], dtype: torch.dtype, device: torch.device, layout: Layout) -> Tensor:
-        return torch.empty(tuple(shape), dtype=dtype, device=device)
+        return tensor.clone(memory_format=torch.contiguous_format)
 
     def enter(self, tensor: Tensor, layout: Layout) -> list[Tensor]:
         return [layout.shard(tensor, self.grid, rank).contiguous() for rank in range(self.grid.size)]
@@ -219,13 +212,8 @@ class RankExecutor:
         self.grid, self.mesh, self.index, self.sharded_inputs = grid, mesh, index, sharded_inputs
 
     def store(self, tensor: Tensor, layout: Layout) -> Tensor:
-        # A copy: a view would keep the whole tensor alive.
         local = layout.shard(tensor, self.grid, self.index).clone(memory_format=torch.contiguous_format)
         return to_dtensor(local, layout, tuple(tensor.shape), self.grid, self.mesh)
-
-    def empty(self, shape: Sequence[int], dtype: torch.dtype, device: torch.device, layout: Layout) -> Tensor:
-        local = torch.empty(layout.valid_shape(shape, self.grid, self.index), dtype=dtype, device=device)
-        return to_dtensor(local, layout, shape, self.grid, self.mesh)
 
     def enter(self, tensor: Tensor, layout: Layout) -> Tensor:
         if isinstance(tensor, DTensor):

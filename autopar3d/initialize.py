@@ -24,6 +24,8 @@ from torch import Tensor, nn
 def initial_values(model: nn.Module, device: torch.device, seed: int) -> Iterator[tuple[str, Tensor, bool]]:
     """(name, values, whether all of it was written) of each parameter and buffer, under its first name.
 
+    The values are overwritten for the next module: copy what is needed of them.
+
     Args:
         model: neither changed nor kept.
         device: where the values shall be made.
@@ -35,9 +37,12 @@ def initial_values(model: nn.Module, device: torch.device, seed: int) -> Iterato
         memo[id(tensor)] = nn.Parameter(empty, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else empty
     ghost: nn.Module = copy.deepcopy(model, memo)
     functions = dict(_functions(ghost))
+    # One buffer for all modules in turn: blocks of changing sizes, taken and freed, would leave holes in the heap as
+    # large as the model.
+    scratch = torch.empty(max(map(_bytes, ghost.modules())), dtype=torch.uint8, device=device)
     seen: set[int] = set()
     for path, module in ghost.named_modules():
-        with _made_real(module, device, seen) as made:
+        with _made_real(module, scratch, seen) as made:
             if made:
                 for around in _outwards(path):
                     with _seeded(f"{seed} {path} {around}", device), torch.no_grad():
@@ -74,22 +79,33 @@ def _own(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
             yield leaf, tensor
 
 
+def _bytes(module: nn.Module) -> int:
+    return sum(_padded(tensor) for _, tensor in _own(module))
+
+
+def _padded(tensor: Tensor) -> int:
+    return -(-tensor.nbytes // 64) * 64
+
+
 @contextlib.contextmanager
-def _made_real(module: nn.Module, device: torch.device, seen: set[int]) -> Iterator[dict[str, Tensor]]:
+def _made_real(module: nn.Module, scratch: Tensor, seen: set[int]) -> Iterator[dict[str, Tensor]]:
     """The module with its own tensors real, filled with NaN; those that came before, being tied, stay on meta."""
     before = dict(module._parameters), dict(module._buffers)
     made: dict[str, Tensor] = {}
+    start = 0
     for leaf, tensor in list(_own(module)):
         if id(tensor) in seen:
             continue
         seen.add(id(tensor))
-        real = torch.empty_like(tensor, device=device, requires_grad=False)
+        # `.data`, as a view would share the buffer's count of changes.
+        real = scratch[start : start + tensor.nbytes].view(tensor.dtype).view(tensor.shape).data
+        start += _padded(tensor)
         if real.is_floating_point() or real.is_complex():
             real.fill_(float("nan"))
+        if isinstance(tensor, nn.Parameter):
+            real = nn.Parameter(real, tensor.requires_grad)
         table: dict[str, Any] = module._parameters if leaf in module._parameters else module._buffers
-        made[leaf] = table[leaf] = (
-            nn.Parameter(real, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else real
-        )
+        made[leaf] = table[leaf] = real
     try:
         yield made
     finally:
@@ -138,5 +154,6 @@ def _is_written(tensor: Tensor, made: Tensor | None) -> bool:
     if tensor is not made:
         return True
     if tensor.is_floating_point() or tensor.is_complex():
-        return not bool(tensor.isnan().any())
+        # The sum takes no memory, but infinities make it NaN too.
+        return not bool(tensor.sum().isnan()) or not bool(tensor.isnan().any())
     return tensor._version > 0

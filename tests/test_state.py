@@ -149,6 +149,10 @@ def test_optimizer_state_goes_both_ways() -> None:
     again.load_state_dict(par.full_state_dict())
     fresh.load_state_dict(par.full_optim_state_dict(mine))
     close(steps(again, fresh, range(4, 6)), steps(model, opt, range(4, 6)))
+    wrong = copy.deepcopy(opt.state_dict())
+    wrong["state"][0]["exp_avg"] = torch.zeros(4, 8)
+    with pytest.raises(StateError, match=r"exp_avg of inp.weight has shape \(4, 8\), the parameter \(16, 8\)"):
+        par.load_full_optim_state_dict(mine, wrong)
     with pytest.raises(StateError, match=r"\[2, 3\] parameters, .* \[6\]"):
         plain = torch.optim.SGD(make(Net).parameters(), lr=1.0)
         par.load_full_optim_state_dict(mine, plain.state_dict())
@@ -199,6 +203,7 @@ def test_a_meta_model_without_values_says_what_is_missing() -> None:
     with pytest.raises(StateError, match="2 tensors of a meta model have no values: frozen, scale"):
         par(rows())
     par.get_buffer("scale").fill_(0.5)
+    assert par.get_buffer("norm.num_batches_tracked") == 0
     with pytest.raises(StateError, match="1 tensors of a meta model have no values: frozen"):
         par(rows())
     twin = copy.deepcopy(par)
@@ -218,7 +223,7 @@ def test_huggingface_models_are_initialised_as_their_constructor_does(name: str)
     real = build()
     with torch.device("meta"):
         model = build()
-    made = {n: (t.detach(), written) for n, t, written in initial_values(model, torch.device("cpu"), seed=0)}
+    made = {n: (t.clone(), written) for n, t, written in initial_values(model, torch.device("cpu"), seed=0)}
     for path, tensor in (*real.named_parameters(), *real.named_buffers()):
         tensor, (got, written) = tensor.detach(), made[path]
         assert written and got.shape == tensor.shape, path
@@ -505,7 +510,7 @@ def test_no_rank_ever_holds_a_whole_meta_model(ranks: Pool) -> None:
     for grown, local, _ in results:
         assert local * 8 == size
         # Its shards, and one module's tensors with room for what makes the random numbers.
-        assert grown < 0.5 * 4 * size, f"{grown / 2**20:.0f} MiB"
+        assert grown < 0.3 * 4 * size, f"{grown / 2**20:.0f} MiB"
     with torch.device("meta"):
         one = autopar3d.simulate(Wide(), (1, 1, 1), torch.randn(8, 1024, device="meta"))
     close(results[5][2], one.layers[3].weight[:4, :4])
