@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 from torch.fx import Graph, GraphModule
-from torch.utils._pytree import tree_unflatten
+
+from autopar3d.private import tree_unflatten
 
 from . import tree
 from .counter import RandomState

@@ -8,7 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.fx import Interpreter
-from torch.utils._pytree import tree_leaves
+
+from autopar3d.private import tree_leaves
 
 from .errors import TraceError
 from .program import Program

@@ -20,6 +20,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.fx import Graph, Node
 
+from .private import GroupName, resolve_process_group
 from .redistribute import sent
 
 c10d = torch.ops._c10d_functional
@@ -31,9 +32,8 @@ c10d = torch.ops._c10d_functional
 def axis_index(group: str, device: torch.device) -> Tensor:
     """This rank's coordinate along a group, as an int64 tensor of shape [1]."""
     # The name is looked up at run time, so that one graph text serves all ranks.
-    from torch.distributed.distributed_c10d import _resolve_process_group
-
-    return torch.tensor([dist.get_rank(_resolve_process_group(group))], dtype=torch.int64, device=device)
+    rank = dist.get_rank(resolve_process_group(GroupName(group)))
+    return torch.tensor([rank], dtype=torch.int64, device=device)
 
 
 @axis_index.register_fake

@@ -23,9 +23,9 @@ from torch.autograd.function import BackwardCFunction
 from torch.export import ExportedProgram
 from torch.fx import GraphModule, Node
 from torch.fx.node import map_arg
-from torch.utils._pytree import TreeSpec
 
 from autopar3d.errors import TraceError
+from autopar3d.private import TreeSpec
 from autopar3d.pytrees import flatten_output
 
 
@@ -130,8 +130,9 @@ def _refuse_custom_functions(tensors: tuple[Tensor, ...]) -> None:
         if node is None or node in visited:
             continue
         visited.add(node)
-        if isinstance(node, BackwardCFunction):
-            name = type(node).__name__.removesuffix("Backward")
+        name = type(node).__name__.removesuffix("Backward")
+        # A torch.library op with `register_autograd` survives as one node, whose backward is kept.
+        if isinstance(node, BackwardCFunction) and not name.startswith("GeneratedBackwardFor_"):
             way_out = "write it with differentiable torch ops"
             if name == "CheckpointFunction":
                 way_out = "call checkpoint with use_reentrant=False"

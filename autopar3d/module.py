@@ -15,7 +15,8 @@ import torch
 from torch import Tensor, nn
 from torch.fx import Graph, GraphModule
 from torch.optim import Optimizer
-from torch.utils._pytree import TreeSpec, tree_unflatten
+
+from autopar3d.private import TreeSpec, tree_unflatten
 
 from . import state, tree
 from .call import Leaves, Prepared, bind, rebuild, refuse_differences, refuse_places

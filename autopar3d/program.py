@@ -16,7 +16,8 @@ from typing import Any, Literal
 
 import torch
 from torch.fx import GraphModule, Node
-from torch.utils._pytree import TreeSpec  # the only pytree module that torch.export itself accepts
+
+from autopar3d.private import TreeSpec
 
 
 @dataclass(frozen=True)

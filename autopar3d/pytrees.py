@@ -13,9 +13,9 @@ from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
-from torch.utils import _pytree as pytree  # private by name, but the module torch.export's specs are made of
 
 from autopar3d.errors import TraceError
+from autopar3d.private import pytree
 
 _PLAIN = (type(None), bool, int, float, complex, str, bytes, enum.Enum, torch.dtype, torch.device)
 

@@ -10,7 +10,8 @@ from typing import Any
 
 from torch import Tensor
 from torch.fx import GraphModule, Node
-from torch.utils._pytree import tree_leaves
+
+from autopar3d.private import tree_leaves
 
 from . import timing
 from .attribution import Attribution

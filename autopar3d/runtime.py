@@ -15,6 +15,7 @@ from torch.distributed.tensor import DTensor
 
 from .errors import InputError, LaunchError, MismatchError
 from .grid import AXES, Grid
+from .private import GroupName, register_process_group, resolve_process_group
 
 T = TypeVar("T")
 
@@ -45,16 +46,12 @@ def connect(grid: Grid, device_type: str) -> tuple[DeviceMesh, int]:
 
 def _mesh(grid: Grid, device_type: str, ranks: Tensor) -> DeviceMesh:
     """The mesh of a grid; a second one of the same grid has the same groups."""
-    # A DeviceMesh numbers its groups differently on each rank; graphs need one name. No public way to name a group.
-    from torch._C._distributed_c10d import _register_process_group, _resolve_process_group
-    from torch.distributed.distributed_c10d import GroupName
-
     try:
-        groups = [_resolve_process_group(GroupName(grid.alias(axis))) for axis in AXES]
+        groups = [resolve_process_group(GroupName(grid.alias(axis))) for axis in AXES]
     except (RuntimeError, ValueError):  # not registered yet, or no more
         mesh = DeviceMesh(device_type, ranks, mesh_dim_names=AXES)
         for axis in AXES:
-            _register_process_group(GroupName(grid.alias(axis)), mesh.get_group(axis))
+            register_process_group(GroupName(grid.alias(axis)), mesh.get_group(axis))
         return mesh
     return DeviceMesh.from_group(groups, device_type, ranks, mesh_dim_names=AXES)
 

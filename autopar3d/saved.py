@@ -5,10 +5,10 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch._subclasses.fake_tensor import FakeTensorMode  # tensors without values that remember a device
 from torch.fx import Graph, Node
 from torch.fx.node import map_arg
-from torch.utils._pytree import tree_leaves
+
+from autopar3d.private import FakeTensorMode, tree_leaves
 
 from .rules import argument, operands
 

@@ -9,9 +9,8 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import (
-    FakeTensorMode,  # fake values on the real device type: no public name yet
-)
+
+from autopar3d.private import FakeTensorMode, tree_map_only
 
 from .errors import InputError
 from .passes.canonicalize import canonicalize
@@ -75,9 +74,7 @@ class Skeleton:
         for name, parameter in self.model.named_parameters():
             parameter.requires_grad_(trainable.get(name, parameter.requires_grad))
         device = next((p.device for p in self.model.parameters()), torch.device("cpu"))
-        fake_args, fake_kwargs = torch.utils._pytree.tree_map_only(
-            Tensor, lambda t: self._fake(t, device), (args, kwargs)
-        )
+        fake_args, fake_kwargs = tree_map_only(Tensor, lambda t: self._fake(t, device), (args, kwargs))
         program = canonicalize(trace(self.model, fake_args, fake_kwargs))
         return randomize(program) if by_place else program
 

@@ -16,7 +16,8 @@ from torch.distributed.tensor import DTensor, Replicate, distribute_tensor
 # What `load_state_dict` of every nn.Module returns; torch exports it under no public name.
 from torch.nn.modules.module import _IncompatibleKeys
 from torch.optim import Optimizer
-from torch.utils._pytree import tree_map_only
+
+from autopar3d.private import tree_map_only
 
 from .dtensor import from_placements
 from .errors import StateError

@@ -81,7 +81,7 @@ def build_step(
     """Run the passes after canonicalize.
 
     Args:
-        pinned: placements of parameters that exist already, by placeholder name.
+        pinned: placements of parameters, and of inputs, that are decided already, by placeholder name.
         seeds: results (with a node) from which gradients will flow; None takes the loss, or else all.
 
     Raises:
@@ -99,7 +99,7 @@ def build_step(
         result_states=lambda i, shape: _result_states(modes[i], shape, grid),
         pinned=pinned,
     )
-    decisions = _place_inputs(program, factors, decisions, sharded=options.inputs == "sharded")
+    decisions = _place_inputs(program, factors, decisions, pinned or {}, sharded=options.inputs == "sharded")
     if options.strict:
         _refuse_whole(factors, decisions)
     local = rewrite(program, factors, decisions, regather=options.regather)
@@ -166,7 +166,9 @@ def _result_states(mode: str, shape: ValueShape, grid: Grid) -> list[State]:
     return [s for s in states(shape.atoms, grid, "R") if shape.layout(s, grid).is_plain] or [whole]
 
 
-def _place_inputs(program: Program, factors: Factors, decisions: Decisions, *, sharded: bool) -> Decisions:
+def _place_inputs(
+    program: Program, factors: Factors, decisions: Decisions, pinned: Mapping[str, State], *, sharded: bool
+) -> Decisions:
     """Let each input enter the graphs as the shard that all its readers want, so that it is cut once, outside.
 
     With `sharded` inputs, ranks pass their part of the first dim only, and the graph cuts the rest. An input that
@@ -178,7 +180,7 @@ def _place_inputs(program: Program, factors: Factors, decisions: Decisions, *, s
     for argument in program.arguments_of("input"):
         node = nodes[argument.node]
         shape = factors.values.get(node)
-        if shape is None or argument.requires_grad:
+        if shape is None or argument.requires_grad or argument.node in pinned:
             continue
         wanted = set()
         for slot in slots.get(node, ()):

@@ -12,7 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
-from torch.utils._pytree import tree_leaves, tree_map_only
+
+from autopar3d.private import tree_leaves, tree_map_only
 
 from . import compiler
 from .grid import Grid, GridLike

@@ -18,11 +18,10 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses import FakeTensor  # no public name; what export leaves in meta["val"]
 from torch.fx import Graph, GraphModule, Node
 from torch.fx.node import map_arg
-from torch.utils._pytree import tree_leaves
 
+from autopar3d.private import FakeTensor, tree_leaves
 from autopar3d.program import Program
 
 aten = torch.ops.aten

@@ -17,11 +17,11 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx import Graph, GraphModule, Interpreter, Node
 from torch.fx.experimental.proxy_tensor import get_proxy_mode, make_fx
 
 from autopar3d.collectives import gather
+from autopar3d.private import FakeTensorMode
 from autopar3d.saved import use_stand_ins
 
 from .rewrite import LocalProgram

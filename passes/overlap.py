@@ -160,7 +160,8 @@ class _Facts:
                 elif n.op == "call_function":
                     found[n] = None
             random = torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ())
-            small = not (found or random or is_start(node) or node in self.heavy)
+            computes = node.op == "call_function"  # the output comes last, whatever it reads
+            small = computes and not (found or random or is_start(node) or node in self.heavy)
             if _follows(node) or node in self.ahead or small:
                 self.lazy.add(node)
             elif random:

@@ -24,10 +24,10 @@ import torch
 from torch import Tensor, nn
 from torch.export.graph_signature import InputKind, InputSpec, OutputKind, TensorArgument
 from torch.fx import Graph, GraphModule, Node
-from torch.utils._pytree import TreeSpec, keystr, tree_flatten_with_path, tree_leaves, tree_unflatten
 
 from autopar3d.errors import TraceError
 from autopar3d.export import TENSOR, Recording, export, own_name
+from autopar3d.private import TreeSpec, keystr, tree_flatten_with_path, tree_leaves, tree_unflatten
 from autopar3d.program import Argument, Program, Result, source_line
 from autopar3d.pytrees import flatten_input, register_caches
 

@@ -150,7 +150,7 @@ class OpRule:
 
 
 class Registry(dict[Any, OpRule]):
-    """op overload -> rule. `RULES` is the library's; `register_rule` adds a user's."""
+    """op overload -> rule. `RULES` is the table; `rule` and `builder` add to it."""
 
     def rule(self, *ops: Any, text: str, **how: Any) -> None:
         """Add a one-line rule for some ops (those that this torch does not have are passed over)."""

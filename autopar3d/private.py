@@ -1,0 +1,40 @@
+"""The parts of torch that this library needs and that have no public name, each with its reason.
+
+Everything else imports them from here, so that a new torch is checked against one page. (`dtensor` has one more, the
+placement that only it may know.)
+"""
+
+from __future__ import annotations
+
+# A graph names its groups, the same on every rank; the names that a DeviceMesh gives differ by rank.
+from torch._C._distributed_c10d import _register_process_group as register_process_group
+from torch._C._distributed_c10d import _resolve_process_group as resolve_process_group
+
+# Tensors without values that remember a device: what export leaves in `meta["val"]`, and what graphs are traced on.
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.distributed.distributed_c10d import GroupName
+
+# The only pytrees that torch.export's own specs are made of.
+from torch.utils import _pytree as pytree
+
+TreeSpec = pytree.TreeSpec
+keystr = pytree.keystr
+tree_flatten_with_path = pytree.tree_flatten_with_path
+tree_leaves = pytree.tree_leaves
+tree_map_only = pytree.tree_map_only
+tree_unflatten = pytree.tree_unflatten
+
+__all__ = [
+    "FakeTensor",
+    "FakeTensorMode",
+    "GroupName",
+    "TreeSpec",
+    "keystr",
+    "pytree",
+    "register_process_group",
+    "resolve_process_group",
+    "tree_flatten_with_path",
+    "tree_leaves",
+    "tree_map_only",
+    "tree_unflatten",
+]
