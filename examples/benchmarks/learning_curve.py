@@ -31,8 +31,8 @@ MARKS = (1, 10, 25, 50, 100, 150, 200, 300, 500)
 PAGE = """# Learning on a grid and on one device
 
 A character-level GPT ({layers} layers, hidden {hidden}, {heads} heads, batch {batch} of {seq} characters) on the text
-that ships with Python, {steps} steps of AdamW at {lr:g} with gradients clipped at norm 1; the same weights and batches for
-all. The grid is {grid}, {where}. Made on {date} with torch {torch} by
+that ships with Python; {steps} steps of AdamW at {lr:g} with gradients clipped at norm 1; the same weights and batches
+for all. The grid is {grid}, {where}. Made on {date} with torch {torch} by
 
     {command}
 
