@@ -398,10 +398,16 @@ class _Planner:
             state = storage[argument.node]
             idle = [a for a in self.grid.axes if a not in state.sharding]
             if idle:
-                shape = tuple(node.meta["val"].shape)
-                why = f"no dim of {shape} is divisible by {self.grid.extent(self.grid.axes)}"
-                found[argument.names[0]] = f"whole over {', '.join(idle)}: {why}"
+                found[argument.names[0]] = f"whole over {', '.join(idle)}: {self._why_whole(node, state)}"
         return found
+
+    def _why_whole(self, node: Node, state: State) -> str:
+        shape = tuple(node.meta["val"].shape)
+        plain = ValueShape(tuple((int(n),) if n > 1 else () for n in shape), node.meta["val"].dtype)
+        if self.grid.extent(storages(plain, self.grid)[0].sharding) == self.grid.extent(state.sharding):
+            return f"no dim of {shape} is divisible by more of the grid"
+        dims = " and ".join(" x ".join(map(str, d)) for d in self.factors.values[node].dims if len(d) > 1)
+        return f"{shape} is also read as {dims}, whose outer part the grid does not divide"
 
 
 # Axes of the roles (a, b, c) of design 1. A scheme may use several, and alternates as the costs say.

@@ -40,7 +40,6 @@ _MORE = (
     aten.isnan.default,
     aten.isinf.default,
     aten.isfinite.default,
-    aten.prelu.default,
     aten.silu.default,
     aten.gelu.default,
     aten.mish.default,
@@ -79,6 +78,20 @@ def _is_linear(node: Node, tensors: list[torch.Tensor]) -> bool:
     if node.target in (aten.add.Tensor, aten.sub.Tensor):
         return len(tensors) == 2 and argument(node, "alpha", 1) is not None
     return node.target in _ADDITIVE
+
+
+@RULES.builder(aten.prelu.default)
+def prelu(node: Node) -> OpSpec:
+    """n c ..., c -> n c ... (one slope a channel, or one for all)"""
+    x, weight = (o.meta["val"] for o in operands(node))
+    sizes = {f"d{i}": int(n) for i, n in enumerate(x.shape)}
+    dims: Dims = tuple((f,) for f in sizes)
+    if weight.numel() == 1:
+        sizes["one"] = 1
+        slopes: Dims = (("one",),) * weight.dim()
+    else:
+        slopes = (("d1",),)
+    return OpSpec(sizes, (dims, slopes), (dims,))
 
 
 POINTWISE = OpRule(pointwise, pointwise.__doc__ or "")

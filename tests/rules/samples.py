@@ -92,6 +92,8 @@ def _pointwise() -> Iterator[Sample]:
     yield _s(aten.fill.Scalar, t(4, 6), 2.0)
     yield _s(aten.fill.Tensor, t(4, 6), t())
     yield _s(aten.prelu.default, t(4, 6), t(6))
+    yield _s(aten.prelu.default, t(4, 6, 6), t(6))
+    yield _s(aten.prelu.default, t(4, 6, 4), t(1))
     for op in (aten.logical_and.default, aten.logical_or.default, aten.__and__.Tensor, aten.__or__.Tensor):
         yield _s(op, yes(4, 6), yes(4, 1))
     for op in (aten.add.Tensor, aten.sub.Tensor, aten.mul.Tensor, aten.div.Tensor, aten.maximum.default):
