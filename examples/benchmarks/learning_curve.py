@@ -43,7 +43,8 @@ for all. The grid is {grid}, {where}. Made on {date} with torch {torch} by
 {summary}
 
 In float32 the two differ in the order in which sums are rounded, which training amplifies. In bfloat16 rounding is
-{ratio} times coarser, and a loss between 2 and 4 is itself a multiple of 1/64: single steps differ by that.
+{ratio} times coarser, and a loss between 2 and 4 is itself a multiple of 1/64: single steps differ by up to three of
+these, now up, now down.
 """
 
 
@@ -156,7 +157,7 @@ def write(found: dict[str, dict[str, list[float]]], options: argparse.Namespace)
         where="simulated in one process" if options.simulate else "on local gloo ranks",
         date=date.today(),
         torch=torch.__version__,
-        command=" ".join(["python examples/benchmarks/learning_curve.py", *sys.argv[1:]]),
+        command="python examples/benchmarks/learning_curve.py" + " --simulate" * options.simulate,
         table=table,
         summary="\n".join(lines).strip(),
         ratio=2**16,
