@@ -7,9 +7,9 @@ A `Grid` needs no process group: planning and simulation use its sizes only. `Gr
 from __future__ import annotations
 
 import itertools
-import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from numbers import Integral
 from typing import TYPE_CHECKING, Any, Union
 
@@ -91,17 +91,24 @@ class Grid:
         """Number of devices."""
         return self.x * self.y * self.z
 
-    @property
+    @cached_property
     def axes(self) -> tuple[str, ...]:
         """Names of the axes with more than one place; the others never shard or communicate."""
         return tuple(a for a in AXES if self.axis_size(a) > 1)
 
     def axis_size(self, axis: str) -> int:
-        return self.sizes[AXES.index(axis)]
+        return self._by_axis[axis]
+
+    @cached_property
+    def _by_axis(self) -> dict[str, int]:
+        return dict(zip(AXES, self.sizes, strict=True))
 
     def extent(self, axes: Sequence[str]) -> int:
         """Number of places along several axes together."""
-        return math.prod(self.axis_size(a) for a in axes)
+        sizes, places = self._by_axis, 1
+        for a in axes:
+            places *= sizes[a]
+        return places
 
     def coordinates(self, index: int) -> dict[str, int]:
         """Coordinates of the device at position `index` (not the global rank, when `ranks` reorders)."""

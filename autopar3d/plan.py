@@ -32,7 +32,8 @@ class Decisions:
         copies: value name -> placement of the copy its readers share, where it has several readers.
         results: per flat result (see `Program.results`) the placement in which it leaves.
         cost: the minimised objective, in seconds.
-        exact: whether it is proven minimal.
+        compute: seconds of it in which ops compute; the rest is collectives, one after the other.
+        bound: no plan in the space searched costs less; equal to `cost` when that is proven minimal.
         whole: names of values and ops kept whole -> why.
     """
 
@@ -43,8 +44,14 @@ class Decisions:
     copies: dict[str, State]
     results: tuple[State | None, ...]
     cost: float = 0.0
-    exact: bool = True
+    bound: float = 0.0
+    compute: float = 0.0
     whole: dict[str, str] = field(default_factory=dict)
+
+    @property
+    def exact(self) -> bool:
+        """Whether the cost is proven minimal."""
+        return self.cost <= self.bound * (1.0 + 1e-9)
 
 
 @dataclass(frozen=True)
@@ -166,7 +173,7 @@ class Plan:
         seconds: predicted time of forward and backward as scheduled.
         compute: seconds of it in which compute runs.
         communication, exposed: per axis, seconds of its collectives, and seconds that compute waits for them.
-        cost: the planner's objective; `exact`: whether it is proven minimal.
+        cost: the planner's objective; `bound`: no plan in the space searched costs less; `exact`: they are equal.
         whole: tensors kept whole -> why.
         repeated: ops repeated on some axes.
         without_rule: ops computed whole for want of a rule -> number of uses.
@@ -195,6 +202,7 @@ class Plan:
     communication: dict[str, float]
     exposed: dict[str, float]
     cost: float
+    bound: float
     exact: bool
     whole: dict[str, str]
     repeated: tuple[Repeated, ...]
@@ -260,7 +268,7 @@ class Plan:
         return cls.from_dict(json.loads(Path(path).read_text()))
 
 
-_FORMAT = 1
+_FORMAT = 2
 
 _PARTS: dict[str, type[Any]] = {
     "parameters": ParameterPlan,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections import Counter
 from collections.abc import Iterable, Sequence
@@ -41,7 +42,7 @@ def _head(plan: Plan) -> str:
     if plan.inputs:
         options.append(f"{plan.inputs} inputs")
     where = f"grid {axes}: {plan.devices} device{'s' if plan.devices > 1 else ''}"
-    found = "proven minimal" if plan.exact else "not proven minimal"
+    found = "proven minimal" if plan.exact else f"at most {_percent(plan.cost, plan.bound)} above the minimum"
     lines = [
         f"Plan {plan.hash[:12]}  " + ", ".join([where, f"hardware {plan.hardware}", *options]),
         f"Predicted step {second_text(plan.seconds)}: compute {second_text(plan.compute)}, exposed communication "
@@ -50,6 +51,12 @@ def _head(plan: Plan) -> str:
     if plan.devices > 1:
         lines.append(wrapped(_LEGEND, WIDTH))
     return "\n".join(lines)
+
+
+def _percent(cost: float, bound: float) -> str:
+    if bound <= 0.0:
+        return "an unknown part"
+    return f"{math.ceil(1000.0 * (cost / bound - 1.0) - 1e-6) / 10.0:g}%"
 
 
 _LEGEND = (

@@ -92,6 +92,7 @@ class _Accountant:
             communication={a: sum(t.communication.get(a, 0.0) for t in lines) for a in grid.axes},
             exposed={a: sum(t.exposed.get(a, 0.0) for t in lines) for a in grid.axes},
             cost=decisions.cost,
+            bound=decisions.bound,
             exact=decisions.exact,
             whole=dict(decisions.whole),
             repeated=self._repeated(),

@@ -1,158 +1,166 @@
 """Exact minimisation over a graph of choices: vertices with costs per state, edges with costs per pair of states.
 
 Vertices of degree 0, 1 and 2 are folded into their neighbours by min-plus products, as in PBQP register allocators
-(Scholz and Eckstein, LCTES 2002). A planner's graph of a transformer folds away completely. What remains entangled is
-decided by the PBQP heuristic and improved by re-choosing one vertex at a time; `Solution.exact` says which it was.
+(Scholz and Eckstein, LCTES 2002). A planner's graph of a transformer folds away completely. What remains entangled goes
+to `entangled`, which bounds it from below, and mostly decides it too; `Solution` says which it was.
 """
 
 from __future__ import annotations
 
-import hashlib
-from collections.abc import Hashable
+import heapq
+from collections.abc import Hashable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 
+from .entangled import decide
+
 
 @dataclass
 class Solution:
-    """`choice[vertex]` is the index of its state; `cost` the sum; `exact` whether the sum is proven minimal."""
+    """`choice[vertex]` is the index of its state; `cost` the sum; `bound` what no choice goes below; `exact` whether
+    the sum is proven minimal."""
 
     choice: dict[Hashable, int]
     cost: float
+    bound: float
     exact: bool
 
 
 @dataclass
 class Problem:
-    """Minimise `sum costs[v][s_v] + sum edges[u, v][s_u, s_v]` over a state for each vertex."""
+    """Minimise `sum costs[v][s_v] + sum edges[u, v][s_u, s_v]` over a state for each vertex.
 
-    costs: dict[Hashable, np.ndarray] = field(default_factory=dict)
-    edges: dict[Hashable, dict[Hashable, np.ndarray]] = field(default_factory=dict)
-    products: dict[bytes, np.ndarray] = field(default_factory=dict)
+    An array that is given several times, as for equal layers, is worked on once: give the same object.
+    """
+
+    costs: dict[Any, np.ndarray] = field(default_factory=dict)
+    edges: dict[tuple[Any, Any], list[np.ndarray]] = field(default_factory=dict)
 
     def vertex(self, name: Hashable, costs: np.ndarray) -> None:
-        self.costs[name] = np.asarray(costs, dtype=np.float64)
-        self.edges.setdefault(name, {})
+        self.costs[name] = costs
 
     def edge(self, u: Hashable, v: Hashable, costs: np.ndarray) -> None:
         """Add `costs[s_u, s_v]`; several edges between two vertices add up."""
-        if v in self.edges[u]:
-            self.edges[u][v] = self.edges[u][v] + costs
-            self.edges[v][u] = self.edges[u][v].T
-        else:
-            self.edges[u][v], self.edges[v][u] = costs, costs.T
+        self.edges.setdefault((u, v), []).append(costs)
 
     def value(self, choice: dict[Hashable, int]) -> float:
         total = sum(float(c[choice[v]]) for v, c in self.costs.items())
-        seen = set()
-        for u, around in self.edges.items():
-            seen.add(u)
-            total += sum(float(m[choice[u], choice[v]]) for v, m in around.items() if v not in seen)
+        for (u, v), matrices in self.edges.items():
+            total += sum(float(m[choice[u], choice[v]]) for m in matrices)
         return total
 
     def solve(self) -> Solution:
-        work = Problem(dict(self.costs), {u: dict(around) for u, around in self.edges.items()})
-        folded: list[tuple[Hashable, np.ndarray, dict[Hashable, np.ndarray]]] = []
-        fixed: dict[Hashable, int] = {}
-        exact = True
-        waiting = _Buckets(work)
-        while work.costs:
-            v = waiting.pop()
-            around = work.edges[v]
-            if len(around) <= 2:
-                folded.append((v, work.costs[v], dict(around)))
-                work._fold(v, waiting)
-            else:
-                exact = False
-                fixed[v] = work._guess(v)
-                work._fix(v, fixed[v], waiting)
-        choice = dict(fixed)
+        work = _Work(self)
+        folded: list[tuple[Any, int, dict[Any, int]]] = []
+        while work.costs and (v := work.next()) is not None:
+            folded.append((v, work.costs[v], dict(work.around[v])))
+            work.fold(v)
+        choice, bound, exact = work.rest()
         for v, costs, around in reversed(folded):
-            total = costs.copy()
+            total = work.table(costs).copy()
             for u, matrix in around.items():
-                total += matrix[:, choice[u]]
+                total += work.table(matrix)[:, choice[u]]
             choice[v] = int(total.argmin())
-        if not exact:
-            self._improve(choice)
-        return Solution(choice, self.value(choice), exact)
-
-    # -- folding ------------------------------------------------------------------------------------
-
-    def _remove(self, v: Any) -> None:
-        for u in self.edges.pop(v):
-            del self.edges[u][v]
-        del self.costs[v]
-
-    def _fold(self, v: Any, waiting: _Buckets) -> None:
-        costs, around = self.costs[v], list(self.edges[v].items())
-        self._remove(v)
-        if len(around) == 1:
-            ((u, matrix),) = around
-            self.costs[u] = self.costs[u] + (costs[:, None] + matrix).min(axis=0)
-        elif len(around) == 2:
-            (u, a), (w, b) = around
-            self.edge(u, w, self._through(costs, a, b))
-        for u, _ in around:
-            waiting.push(u)
-
-    def _through(self, costs: np.ndarray, a: np.ndarray, b: np.ndarray) -> np.ndarray:
-        """The edge that stands for a folded vertex between two others; equal ones, as in equal layers, only once."""
-        shapes = repr((a.shape, b.shape)).encode()  # equal bytes of another shape are another product
-        key = hashlib.blake2b(shapes + costs.tobytes() + a.tobytes() + b.tobytes()).digest()
-        if key not in self.products:
-            self.products[key] = min_plus((costs[:, None] + a).T, b)
-        return self.products[key]
-
-    def _guess(self, v: Any) -> int:
-        total = self.costs[v].copy()
-        for u, matrix in self.edges[v].items():
-            total += (matrix + self.costs[u][None, :]).min(axis=1)
-        return int(total.argmin())
-
-    def _fix(self, v: Any, state: int, waiting: _Buckets) -> None:
-        around = list(self.edges[v].items())
-        self._remove(v)
-        for u, matrix in around:
-            self.costs[u] = self.costs[u] + matrix[state]
-            waiting.push(u)
-
-    def _improve(self, choice: dict[Hashable, int]) -> None:
-        """Re-choose one vertex at a time, the others held, until nothing gets better."""
-        better = True
-        while better:
-            better = False
-            for v, costs in self.costs.items():
-                total = costs.copy()
-                for u, matrix in self.edges[v].items():
-                    total += matrix[:, choice[u]]
-                best = int(total.argmin())
-                if total[best] < total[choice[v]] * (1 - 1e-12) - 1e-18:
-                    choice[v], better = best, True
+        cost = self.value(choice)
+        return Solution({v: choice[v] for v in self.costs}, cost, cost if exact else min(bound, cost), exact)
 
 
-class _Buckets:
-    """Vertices by degree, smallest first; ties in the order in which they were added, so that all ranks agree."""
+class _Work:
+    """The graph while it is folded. Arrays go by number: what was computed from equal numbers is not computed again."""
 
     def __init__(self, problem: Problem) -> None:
-        import heapq
-
-        self.problem, self.heapq = problem, heapq
-        self.number = {v: i for i, v in enumerate(problem.costs)}
-        self.names = list(problem.costs)
-        self.heap = [(len(problem.edges[v]), i) for v, i in self.number.items()]
+        self.tables: list[np.ndarray] = [np.zeros(0)]  # a number's array; -n is the transpose of n
+        self.known: dict[Any, int] = {}  # how an array was made -> its number
+        self.costs: dict[Any, int] = {v: self._given(c) for v, c in problem.costs.items()}
+        self.around: dict[Any, dict[Any, int]] = {v: {} for v in problem.costs}
+        for (u, v), matrices in problem.edges.items():
+            for matrix in matrices:
+                self._connect(u, v, self._given(matrix))
+        self.names = list(self.costs)
+        self.order = {v: i for i, v in enumerate(self.names)}
+        # Smallest degree first; ties in the order in which vertices were added, so that all ranks agree.
+        self.constant = 0.0  # least cost of what has folded away entirely
+        self.heap = [(len(self.around[v]), i) for i, v in enumerate(self.names)]
         heapq.heapify(self.heap)
 
-    def push(self, v: Hashable) -> None:
-        self.heapq.heappush(self.heap, (len(self.problem.edges[v]), self.number[v]))
+    def table(self, number: int) -> np.ndarray:
+        return self.tables[number] if number >= 0 else self.tables[-number].T
 
-    def pop(self) -> Hashable:
-        while True:
-            degree, i = self.heapq.heappop(self.heap)
+    def next(self) -> Any:
+        """The next vertex to fold, or None when none has less than three neighbours."""
+        while self.heap and self.heap[0][0] <= 2:
+            degree, i = heapq.heappop(self.heap)
             v = self.names[i]
-            if v in self.problem.costs and len(self.problem.edges[v]) == degree:
+            if v in self.costs and len(self.around[v]) == degree:
                 return v
+        return None
+
+    def fold(self, v: Any) -> None:
+        costs, around = self.costs.pop(v), list(self.around.pop(v).items())
+        for u, _ in around:
+            del self.around[u][v]
+        if not around:
+            self.constant += float(self.table(costs).min())
+        elif len(around) == 1:
+            ((u, m),) = around
+            self.costs[u] = self._made(("into", costs, m, self.costs[u]), self._into)
+        elif len(around) == 2:
+            (u, a), (w, b) = around
+            if abs(a) > abs(b):  # one spelling of a product and its transpose
+                (u, a), (w, b) = (w, b), (u, a)
+            self._connect(u, w, self._made(("through", costs, a, b), self._through))
+        for u, _ in around:
+            heapq.heappush(self.heap, (len(self.around[u]), self.order[u]))
+
+    def rest(self) -> tuple[dict[Any, int], float, bool]:
+        """States for what did not fold, a bound on it, and whether they are minimal."""
+        if not self.costs:
+            return {}, 0.0, True
+        names = list(self.costs)
+        number = {v: i for i, v in enumerate(names)}
+        edges = {(number[u], number[v]): self.table(m) for u, v, m in self._edges()}
+        found = decide([self.table(self.costs[v]) for v in names], edges)
+        return dict(zip(names, found.choice, strict=True)), self.constant + found.bound, found.exact
+
+    def _edges(self) -> Iterator[tuple[Any, Any, int]]:
+        for u, around in self.around.items():
+            for v, m in around.items():
+                if self.order[u] < self.order[v]:
+                    yield u, v, m
+
+    # -- numbered arrays -------------------------------------------------------------------------------------------
+
+    def _given(self, array: np.ndarray) -> int:
+        # By identity: the problem keeps its arrays while it is solved.
+        return self._made(("given", id(array)), lambda _: np.asarray(array, dtype=np.float64))
+
+    def _made(self, key: Any, make: Any) -> int:
+        if key not in self.known:
+            self.known[key] = len(self.tables)
+            self.tables.append(make(key))
+        return self.known[key]
+
+    def _connect(self, u: Any, v: Any, matrix: int) -> None:
+        if v in self.around[u]:
+            a, b = sorted((self.around[u][v], matrix), key=lambda n: (abs(n), n))
+            sign = 1 if a > 0 else -1
+            matrix = sign * self._made(("sum", sign * a, sign * b), self._sum)
+        self.around[u][v], self.around[v][u] = matrix, -matrix
+
+    def _sum(self, key: tuple[str, int, int]) -> np.ndarray:
+        total: np.ndarray = self.table(key[1]) + self.table(key[2])
+        return total
+
+    def _into(self, key: tuple[str, int, int, int]) -> np.ndarray:
+        _, costs, matrix, other = key
+        least: np.ndarray = (self.table(costs)[:, None] + self.table(matrix)).min(axis=0)
+        return self.table(other) + least
+
+    def _through(self, key: tuple[str, int, int, int]) -> np.ndarray:
+        _, costs, a, b = key
+        return min_plus((self.table(costs)[:, None] + self.table(a)).T, self.table(b))
 
 
 def min_plus(a: np.ndarray, b: np.ndarray) -> np.ndarray:

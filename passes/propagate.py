@@ -15,6 +15,7 @@ Left out of the space: a shared copy that is still a partial sum; and see `strat
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from functools import cache
 from typing import Any, NamedTuple
@@ -45,8 +46,9 @@ REGATHER = ("all", "weights", "none")
 # Results of fewer elements may be kept whole where that saves collectives: row statistics, scalars.
 _SMALL = 1024
 
-# Weight of memory against time: only ever decides between plans of equal time.
-_TIE = 1e-24
+# Weight of memory against the time in which it could be moved: decides between plans of equal time, and hardly ever
+# between others.
+_TIE = 1e-10
 
 
 def propagate(
@@ -94,6 +96,15 @@ def _type(val: Any) -> str:
     return f"{val.dtype}{tuple(val.shape)}" if isinstance(val, Tensor) else str(val)
 
 
+class _Known(NamedTuple):
+    """What ops of one kind share: their strategies; seconds with ties, the ties alone, and the computation alone."""
+
+    options: list[Strategy]
+    costs: np.ndarray
+    ties: np.ndarray
+    computes: np.ndarray
+
+
 class _Planner:
     def __init__(
         self,
@@ -114,13 +125,20 @@ class _Planner:
         self.slots = readings(program)
         self.regathered = regathered(program, self.grads, self.slots)
         self.problem = Problem()
+        rate = hardware.memory if math.isfinite(hardware.memory) else hardware.node.bandwidth
+        self.tie = _TIE / rate  # seconds per byte
+        self.computes: dict[Any, np.ndarray] = {}  # op -> seconds of its computation alone
+        self.ties: dict[Any, np.ndarray] = {}  # vertex -> what its states' memory adds to its costs
         self.options: dict[Any, list[Any]] = {}  # vertex -> its states
-        self.known: dict[Any, tuple[list[Strategy], np.ndarray]] = {}  # kind of op -> strategies and their seconds
+        self.known: dict[Any, _Known] = {}  # per kind of op
         self.numbers: dict[Any, int] = {}  # kind of op -> its number
         self.kinds: dict[Node, int] = {}  # op -> the number of its kind
         self.partial: dict[Node, bool] = {}  # value -> whether it may be a partial sum
         self.placements: dict[Any, list[State]] = {}
+        self.stored: dict[Any, list[State]] = {}  # a parameter's dims -> its placements
         self.prices: dict[Any, np.ndarray] = {}
+        self.held: dict[Any, np.ndarray] = {}  # a kind of shared copy -> ties of its placements
+        self.zeros: dict[int, np.ndarray] = {}  # costs of a vertex without any, by number of states
 
     def run(self) -> Decisions:
         for node in self.graph.nodes:
@@ -135,7 +153,9 @@ class _Planner:
                 self._value(value, slots)
         solution = self.problem.solve()
         picked = {v: self.options[v][i] for v, i in solution.choice.items()}
-        return self._decisions(picked, solution.cost, solution.exact)
+        ties = math.fsum(t[solution.choice[v]] for v, t in self.ties.items())
+        compute = math.fsum(c[solution.choice[v]] for v, c in self.computes.items())
+        return self._decisions(picked, solution.cost - ties, solution.bound - ties, compute)
 
     def _planned(self, node: Node) -> bool:
         """Set aside: what has no gradient and needs no communication to be complete on every rank."""
@@ -158,11 +178,14 @@ class _Planner:
             options = strategies(spec, self.grid, through=through, repeat=self._may_repeat(node, spec))
             if spec.flops:
                 options = self._within_scheme(node, spec, options)
-            self.known[kind] = options, np.array([self._seconds(node, spec, s) for s in options])
+            found = np.array([self._seconds(node, spec, s) for s in options])
+            ties = self.tie * found[:, 2]
+            self.known[kind] = _Known(options, found[:, 0] + found[:, 1] + ties, ties, found[:, 0])
         vertex = ("op", node)
         self.kinds[node] = self.numbers.setdefault(kind, len(self.numbers))
-        self.options[vertex], seconds = self.known[kind]
-        self.problem.vertex(vertex, seconds)
+        known = self.known[kind]
+        self.options[vertex], self.ties[vertex], self.computes[vertex] = known.options, known.ties, known.computes
+        self.problem.vertex(vertex, known.costs)
 
     def _may_repeat(self, node: Node, spec: OpSpec) -> bool:
         """Whether the op may be repeated on axes that could split it.
@@ -221,10 +244,18 @@ class _Planner:
 
     def _parameter(self, node: Node) -> None:
         value = self.factors.values[node]
-        options = [self.pinned[node.name]] if node.name in self.pinned else storages(value, self.grid)
         vertex = ("storage", node)
-        self.options[vertex] = options
-        self.problem.vertex(vertex, np.zeros(len(options)))
+        if node.name in self.pinned:
+            self.options[vertex] = [self.pinned[node.name]]
+        else:
+            if value.dims not in self.stored:
+                self.stored[value.dims] = storages(value, self.grid)
+            self.options[vertex] = self.stored[value.dims]
+        options = self.options[vertex]
+        self.problem.vertex(vertex, self._nothing(len(options)))
+
+    def _nothing(self, states: int) -> np.ndarray:
+        return self.zeros.setdefault(states, np.zeros(states))
 
     def _value(self, value: Node, slots: list[Slot]) -> None:
         """The edges from a value to its readers, through a shared copy when there are several."""
@@ -238,8 +269,12 @@ class _Planner:
                 self.placements[key] = states(shape.atoms, self.grid, kinds)
             copy = _End(("copy", value), key, self.placements[key])
             self.options[copy.vertex] = copy.states
-            share = np.array([1.0 / self.grid.extent(s.sharding) for s in copy.states])
-            self.problem.vertex(copy.vertex, _TIE * shape.bytes * share)
+            held = (key, shape.bytes)
+            if held not in self.held:
+                share = [1.0 / self.grid.extent(s.sharding) for s in copy.states]
+                self.held[held] = self.tie * shape.bytes * np.array(share)
+            self.ties[copy.vertex] = self.held[held]
+            self.problem.vertex(copy.vertex, self.held[held])
             self._edge(home, copy, value, slots)
             home = copy
         for slot, reader in zip(slots, readers, strict=True):
@@ -266,7 +301,7 @@ class _Planner:
             targets = self.result_states(slot.operand, self.factors.values[value])
             if vertex not in self.options:
                 self.options[vertex] = targets
-                self.problem.vertex(vertex, np.zeros(len(targets)))
+                self.problem.vertex(vertex, self._nothing(len(targets)))
             return _End(vertex, ("result", tuple(targets)), targets)
         vertex = ("op", slot.reader)
         grad = value in self.grads
@@ -280,20 +315,21 @@ class _Planner:
         shape = self.factors.values[value]
         grad = value in self.grads
         again = drops(self.regather, value) and any(s in self.regathered for s in slots)
-        key = (source.key, target.key, shape.bytes, grad, again)
+        key = (source.key, target.key, shape.atoms, shape.bytes, grad, again)
         if key not in self.prices:  # equal layers have equal edges
             table = price_table(len(shape.atoms), self.grid, self.hardware)
             # Few distinct placements stand behind many strategies: price those, then spread.
             left, at_left = np.unique([table.index[s] for s in source.states], return_inverse=True)
             right, at_right = np.unique([table.index[s] for s in target.states], return_inverse=True)
-            prices = table.price(left, right, shape.bytes, grad=grad, regather=again)
+            prices = table.price(left, right, shape.bytes, atoms=shape.atoms, grad=grad, regather=again)
             self.prices[key] = prices[np.ix_(at_left, at_right)]
         self.problem.edge(source.vertex, target.vertex, self.prices[key])
 
     # -- compute ------------------------------------------------------------------------------------
 
-    def _seconds(self, node: Node, spec: OpSpec, strategy: Strategy) -> float:
-        """Roofline time of the op on one rank, forward and backward, and of the collectives inside its lowering."""
+    def _seconds(self, node: Node, spec: OpSpec, strategy: Strategy) -> tuple[float, float, float]:
+        """Of one rank, forward and backward: the op's roofline time, that of the collectives inside its lowering, and
+        the bytes that it reads and makes."""
         grid, hardware = self.grid, self.hardware
         backward = 2.0 if node in self.grads else 0.0
         axes_of = strategy.axes_of
@@ -312,18 +348,19 @@ class _Planner:
         assert dtype is not None
         work = spec.flops / grid.extent(strategy.axes) / hardware.rate(dtype)
         seconds = (1 + backward) * max(work, 0.0 if is_view(node) else moved / hardware.memory)
+        inside = 0.0
         if spec.exchange is not None:
             local = LocalOp(node, spec, axes_of, grid)
             for e in spec.exchange(local):
                 link = hardware.link(e.axis, grid)
                 if e.phase == "forward" or operands(node)[0] in self.grads:
                     moved_bytes = sent(e.kind, grid.axis_size(e.axis), e.elements) * (e.dtype or dtype).itemsize
-                    seconds += link.latency + moved_bytes / link.bandwidth
-        return seconds + _TIE * moved
+                    inside += link.latency + moved_bytes / link.bandwidth
+        return seconds, inside, moved
 
     # -- after solving ------------------------------------------------------------------------------
 
-    def _decisions(self, picked: dict[Any, Any], cost: float, exact: bool) -> Decisions:
+    def _decisions(self, picked: dict[Any, Any], cost: float, bound: float, compute: float) -> Decisions:
         chosen: dict[str, Strategy] = {}
         storage: dict[str, State] = {}
         copies: dict[str, State] = {}
@@ -346,7 +383,8 @@ class _Planner:
             copies,
             tuple(results),
             cost,
-            exact,
+            bound,
+            compute,
             self._kept_whole(storage),
         )
 

@@ -109,6 +109,20 @@ def test_bytes_are_those_of_the_emitted_graphs(
         assert said == calls
 
 
+@pytest.mark.parametrize(PARTS, ALL)
+def test_the_objective_is_the_time_of_the_emitted_collectives(
+    name: str, grid: tuple[int, int, int], scheme: str, regather: str, outputs: str, inputs: str
+) -> None:
+    """Each is priced as often as it is emitted: a copy that several ops read once, forward and backward."""
+    step, _ = planned(name, grid, scheme, regather, outputs, inputs)
+    assert step.runs.backward is not None
+    seconds = 0.0
+    for c in (*collectives(step.runs.forward), *collectives(step.runs.backward)):
+        link = step.decisions.hardware.link(c.axis, step.decisions.grid)
+        seconds += link.latency + c.bytes / link.bandwidth
+    assert step.decisions.cost - step.decisions.compute == pytest.approx(seconds, rel=1e-9, abs=1e-12)
+
+
 @pytest.mark.parametrize(PARTS, QUICK)
 def test_every_byte_belongs_to_one_op_or_output(
     name: str, grid: tuple[int, int, int], scheme: str, regather: str, outputs: str, inputs: str
@@ -191,6 +205,13 @@ def test_roles_of_the_paper() -> None:
     assert roles == {"up": "a=z b=x c=y", "down": "a=y b=x c=z", "head": "a=z b=x c=y"}
     up = next(p for p in plan.parameters if p.names == ("up.weight",))
     assert (up.gathered, up.reduced) == (("x",), ("x",))
+
+
+def test_how_sure_the_planner_is_is_said() -> None:
+    _, plan = planned("mlp", (2, 2, 2))
+    assert plan.exact and plan.bound == plan.cost and "proven minimal" in str(plan)
+    unsure = Plan.from_dict({**plan.to_dict(), "exact": False, "bound": plan.cost / 1.02})
+    assert "at most 2% above the minimum" in str(unsure).replace("\n", " ")
 
 
 def test_outputs_say_how_they_leave_and_what_that_costs() -> None:

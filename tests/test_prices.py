@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 import pytest
 
@@ -11,13 +13,16 @@ from autopar3d.prices import PHASES, price_table
 from autopar3d.redistribute import State, route, transfers
 
 
-def walked(source: State, target: State, grid: Grid) -> tuple[np.ndarray, np.ndarray]:
+def walked(source: State, target: State, grid: Grid, atoms: Sequence[int] = ()) -> tuple[np.ndarray, np.ndarray]:
     """Latency and seconds per byte by phase, one transfer at a time."""
     hardware = PROFILES["v100"]
     latency, per_byte = np.zeros(3), np.zeros(3)
     now = source
     for step in route(source, target):
-        for t in transfers(step, now, 1.0, grid):
+        cuttable = [
+            n % (grid.extent(held) * grid.axis_size(step.axis)) == 0 for n, held in zip(atoms, now.atoms, strict=False)
+        ]
+        for t in transfers(step, now, 1.0, grid, scatterable=not atoms or any(cuttable)):
             link = hardware.link(t.axis, grid)
             latency[PHASES.index(t.phase)] += link.latency
             per_byte[PHASES.index(t.phase)] += t.elements / link.bandwidth
@@ -45,11 +50,9 @@ def test_the_table_equals_the_walk(atoms: int, sizes: tuple[int, int, int], stri
     for pair in range(0, len(found) ** 2, stride):
         i, j = divmod(pair, len(found))
         latency, per_byte = walked(found[i], found[j], grid)
-        assert np.allclose(table.latency[:, i, j], latency, rtol=1e-9, atol=0), (found[i], found[j])
-        assert np.allclose(table.inverse_bandwidth[:, i, j], per_byte, rtol=1e-9, atol=0), (
-            found[i],
-            found[j],
-        )
+        way = table.walks.classes[i, j]
+        assert np.allclose(table.latency[:, way], latency, rtol=1e-9, atol=0), (found[i], found[j])
+        assert np.allclose(table.inverse_bandwidth[:, way], per_byte, rtol=1e-9, atol=0), (found[i], found[j])
 
 
 def test_what_a_price_counts() -> None:
@@ -71,9 +74,23 @@ def test_what_a_price_counts() -> None:
         assert np.isclose(seconds[0, 0], collectives * once)
 
 
+@pytest.mark.parametrize("atoms", [(3,), (6,), (2, 3), (4, 5)])
+def test_a_sum_that_no_atom_can_scatter_is_all_reduced(atoms: tuple[int, ...]) -> None:
+    grid = Grid(2, 2, 3)
+    table = price_table(len(atoms), grid, PROFILES["v100"])
+    legal = [s for s in table.index if all(n % grid.extent(a) == 0 for n, a in zip(atoms, s.atoms, strict=True))]
+    at = np.array([table.index[s] for s in legal])
+    seconds = table.price(at, at, 1000, atoms=atoms, grad=True, regather=True)
+    assert not np.allclose(seconds, table.price(at, at, 1000, grad=True, regather=True))
+    for i, j in np.ndindex(seconds.shape):
+        latency, per_byte = walked(legal[i], legal[j], grid, atoms)
+        assert np.isclose(seconds[i, j], latency.sum() + 1000 * per_byte.sum(), rtol=1e-9), (legal[i], legal[j])
+
+
 def test_staying_costs_nothing() -> None:
     table = price_table(2, Grid(2, 2, 2), PROFILES["v100"])
-    assert not table.latency[:, range(len(table.index)), range(len(table.index))].any()
+    assert not table.latency[:, table.walks.classes.diagonal()].any()
+    assert not table.inverse_bandwidth[:, table.walks.classes.diagonal()].any()
     assert (table.latency >= 0).all() and (table.inverse_bandwidth >= 0).all()
 
 
