@@ -311,12 +311,16 @@ KINDS = {
     c10d.reduce_scatter_tensor.default: "reduce_scatter",
     c10d.all_reduce.default: "all_reduce",
     c10d.all_to_all_single.default: "all_to_all",
+    # Buckets.
+    c10d.all_gather_into_tensor_coalesced.default: "all_gather",
+    c10d.reduce_scatter_tensor_coalesced.default: "reduce_scatter",
+    c10d.all_reduce_coalesced.default: "all_reduce",
 }
 
 
 @dataclass(frozen=True)
 class Collective:
-    """One collective of an emitted graph, in program order.
+    """One collective of an emitted graph, in program order; a bucket of several (a coalesced node) is one.
 
     Args:
         kind: all_gather, reduce_scatter, all_reduce or all_to_all.
@@ -326,7 +330,8 @@ class Collective:
             number of elements a rank puts in. (All-reducing few elements over many ranks gives fractions.)
         bytes: the same in bytes.
         dtype: what travels.
-        module: path of the module whose op needed it ("" is the model itself).
+        module: path of the module whose op needed it ("" is the model itself); of a bucket, of the innermost module
+            that holds all of them.
         node: name of the graph node.
     """
 
@@ -353,11 +358,11 @@ def collectives(graph: Graph | torch.fx.GraphModule) -> list[Collective]:
 def _collective(node: Node, kind: str) -> Collective:
     from .program import module_path
 
-    source = node.args[0]
-    assert isinstance(source, Node)
-    val = source.meta["val"]
+    given: Any = node.args[0]  # a tensor, or the list of a bucket
+    vals = [n.meta["val"] for n in (given if isinstance(given, (list, tuple)) else (given,))]
     group = str(node.args[-1])
     axis = group.split("_")[1]
     size = int(group.split("_")[2].split("x")["xyz".index(axis)])
-    elements = sent(kind, size, val.numel())
-    return Collective(kind, axis, elements, elements * val.dtype.itemsize, val.dtype, module_path(node), node.name)
+    elements = sum(sent(kind, size, v.numel()) for v in vals)
+    dtype = vals[0].dtype
+    return Collective(kind, axis, elements, elements * dtype.itemsize, dtype, module_path(node), node.name)

@@ -47,6 +47,7 @@ def compile(  # noqa: A001  (as torch.compile)
     outputs: str | Mapping[str, str] = "auto",
     regather: str = "all",
     hardware: Hardware | str | None = None,
+    overlap: bool | str = "auto",
     strict: bool = False,
     check: bool = False,
     seed: int = 0,
@@ -72,6 +73,8 @@ def compile(  # noqa: A001  (as torch.compile)
             None), or a dict by output, such as `{"logits": "global"}`; those it does not name are "auto".
         regather: "all" (only shards are kept for backward), "weights" (gathered activations are kept), "none".
         hardware: a `Hardware`, a profile's name, or None for the default of the device type.
+        overlap: "auto" merges small collectives and orders the graphs so that communication runs beside compute, where
+            the predicted time gets shorter; True does so always; False leaves each wait right after its start.
         strict: make it an error when something is kept whole or has no rule.
         check: compare the inputs across ranks at every call, and the traced graph with the model on the examples.
         seed: of dropout and other random numbers, and of the initialisation of meta models.
@@ -83,7 +86,7 @@ def compile(  # noqa: A001  (as torch.compile)
         PlanError: unknown options, or `strict` found something.
         MismatchError: ranks passed different arguments or made different plans, or another rank failed.
     """
-    options = Options(scheme, inputs, outputs, regather, strict)
+    options = Options(scheme, inputs, outputs, regather, strict, overlap)
     compiler = runtime.jointly(
         "compile",
         lambda: Compiler(model, Grid.of(grid), options, hardware, loss_fn, check=check, seed=seed),
@@ -107,6 +110,7 @@ def simulate(
     outputs: str | Mapping[str, str] = "auto",
     regather: str = "all",
     hardware: Hardware | str | None = None,
+    overlap: bool | str = "auto",
     strict: bool = False,
     check: bool = False,
     seed: int = 0,
@@ -118,7 +122,7 @@ def simulate(
     Raises:
         GridError, TraceError, PlanError: as `compile`.
     """
-    options = Options(scheme, inputs, outputs, regather, strict)
+    options = Options(scheme, inputs, outputs, regather, strict, overlap)
     compiler = Compiler(model, Grid.of(grid), options, hardware, loss_fn, check=check, seed=seed)
     compiler.executor = LockstepExecutor(compiler.grid)
     return compiler.module(model, example_inputs, example_kwargs)
@@ -136,6 +140,7 @@ def plan(
     outputs: str | Mapping[str, str] = "auto",
     regather: str = "all",
     hardware: Hardware | str | None = None,
+    overlap: bool | str = "auto",
     strict: bool = False,
     check: bool = False,
     seed: int = 0,
@@ -153,7 +158,7 @@ def plan(
         cube.check_world(world_size)
     if example_inputs is None and not example_kwargs:
         raise InputError("plan needs example_inputs= (meta tensors do): layouts depend on the shapes")
-    options = Options(scheme, inputs, outputs, regather, strict)
+    options = Options(scheme, inputs, outputs, regather, strict, overlap)
     compiler = Compiler(model, cube, options, hardware, loss_fn, check=check, seed=seed)
     args, kwargs = _call(example_inputs, example_kwargs)
     return compiler.step(args, kwargs, compiler.skeleton.modes(), {}, {})[1]
@@ -223,7 +228,7 @@ class Compiler(Engine):
         program = self.skeleton.trace(args, kwargs, modes, trainable)
         program, options = with_outputs(program, self.options)
         places = {a.node: pinned[a.names[0]] for a in program.arguments if a.names[0] in pinned}
-        step = scheduled(build_step(program, self.grid, self.hardware, options, places or None))
+        step = scheduled(build_step(program, self.grid, self.hardware, options, places or None), options.overlap)
         return step, make_plan(step, options=self.options)
 
     def _prepare(
@@ -253,7 +258,8 @@ class Compiler(Engine):
         """The step with graphs for gradients that flow from these results."""
         values = [n.meta["val"] for n in step.program.graph.graph.nodes if n.op == "placeholder"]
         wanted = [a.requires_grad for a in step.program.arguments]
-        return scheduled(replace(step, runs=differentiate(step.local, values, wanted, seeds=seeds)))
+        runs = differentiate(step.local, values, wanted, seeds=seeds)
+        return scheduled(replace(step, runs=runs), self.options.overlap)
 
     def _refuse_other_cuts(self, step: Step) -> None:
         """With sharded inputs, a rank's part means the same under every plan."""

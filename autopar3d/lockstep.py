@@ -114,9 +114,22 @@ def _all_to_all(args: list[Any]) -> list[Tensor]:
     return [torch.cat([p[i] for p in parts]) for i in range(len(args))]
 
 
+def _coalesced(exchange: Any) -> Any:
+    """The same for a bucket: a list of tensors in the place of one."""
+
+    def run(args: list[Any]) -> list[list[Tensor]]:
+        each = [exchange([(a[0][i], *a[1:]) for a in args]) for i in range(len(args[0][0]))]
+        return [list(of_rank) for of_rank in zip(*each, strict=True)]
+
+    return run
+
+
 _COLLECTIVES = {
     c10d.all_gather_into_tensor.default: _per_group(_all_gather),
     c10d.reduce_scatter_tensor.default: _per_group(_reduce_scatter),
     c10d.all_reduce.default: _per_group(_all_reduce),
     c10d.all_to_all_single.default: _per_group(_all_to_all),
+    c10d.all_gather_into_tensor_coalesced.default: _per_group(_coalesced(_all_gather)),
+    c10d.reduce_scatter_tensor_coalesced.default: _per_group(_coalesced(_reduce_scatter)),
+    c10d.all_reduce_coalesced.default: _per_group(_coalesced(_all_reduce)),
 }

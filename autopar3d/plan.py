@@ -62,7 +62,7 @@ class Sent:
         axis, kind: the grid axis; all_gather, reduce_scatter, all_reduce or all_to_all.
         phase: "forward", "backward", or "regather": a gather of the forward done again in backward.
         bytes: per rank and step, together.
-        calls: number of collectives.
+        calls: number of collectives, before any are merged into buckets.
     """
 
     axis: str
@@ -166,6 +166,7 @@ class Plan:
         storage, copies: placeholder -> layout it is stored in; value -> layout of the copy its readers share.
         parameters, ops, outputs: the details.
         traffic: everything sent, by axis, kind and phase.
+        calls: per axis, the collectives that run, a bucket of several counted once.
         memory: bytes by purpose: parameters, gradients, optimizer (AdamW), buffers, activations (saved between forward
             and backward), inputs, outputs, peak forward, peak backward.
         forward_flops, backward_flops: matmuls, convolutions and attention in the emitted graphs.
@@ -193,6 +194,7 @@ class Plan:
     ops: tuple[OpPlan, ...]
     outputs: tuple[OutputPlan, ...]
     traffic: tuple[Sent, ...]
+    calls: dict[str, int]
     memory: dict[str, int]
     forward_flops: float
     backward_flops: float

@@ -155,7 +155,7 @@ def _traffic(plan: Plan) -> str:
     rows = []
     for axis in [*axes, "all"] if len(axes) > 1 else axes:
         mine = [s for s in plan.traffic if axis in (s.axis, "all")]
-        row = [axis, str(sum(s.calls for s in mine))]
+        row = [axis, str(sum(n for a, n in plan.calls.items() if axis in (a, "all")))]
         for kind in kinds:
             both = [sum(s.bytes for s in mine if s.kind == kind and (s.phase == "forward") is f) for f in (True, False)]
             row.append(" + ".join(byte_text(n) for n in both) if any(both) else "-")

@@ -15,6 +15,7 @@ from autopar3d.private import tree_leaves
 
 from . import timing
 from .attribution import Attribution
+from .collectives import collectives
 from .factors import is_getitem, producer
 from .layout import Layout
 from .passes.rewrite import Movement
@@ -83,6 +84,7 @@ class _Accountant:
             ops=tuple(self._op(n) for n in self.factors.specs if self._is_listed(n)),
             outputs=self._outputs(),
             traffic=_sent(self.step.local.movements),
+            calls=dict(Counter(c.axis for g in self._graphs() for c in collectives(g))),
             memory=memory,
             forward_flops=float(flops[0]),
             backward_flops=float(sum(flops[1:])),

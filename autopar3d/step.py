@@ -31,11 +31,14 @@ class Options:
     outputs: str | Mapping[str, str] = "auto"
     regather: str = "all"
     strict: bool = False
+    overlap: bool | str = "auto"
 
     def check(self) -> None:
         """Raise PlanError for a value that is not known."""
         if self.inputs not in ("global", "sharded"):
             raise PlanError(f"inputs={self.inputs!r} is not known; choose 'global' or 'sharded'")
+        if self.overlap not in (True, False, "auto"):
+            raise PlanError(f"overlap={self.overlap!r} is not known; choose 'auto', True or False")
         values = [self.outputs] if isinstance(self.outputs, str) else list(self.outputs.values())
         for value in values:
             if value not in OUTPUTS:

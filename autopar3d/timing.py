@@ -48,6 +48,11 @@ _VIEWS = {
 # Ops that read of their first argument only what they give back.
 _LOOKUPS = {aten.embedding, aten.index_select, aten.gather, aten.index}
 
+# Local copies that bring a value into another form. They go with their reader, as views do.
+_RESHUFFLES = {aten.clone, aten.reshape, aten.contiguous}
+# The same, when nothing but inputs of the graph lies before them (weights cast before they are gathered).
+_PREPARATIONS = {aten._to_copy}
+
 _KINDS = ("all_gather", "reduce_scatter", "all_reduce", "all_to_all")
 
 
@@ -70,6 +75,27 @@ def is_view(node: Node) -> bool:
         source = _values(node.args[0])
         return bool(source) and source[0].is_contiguous()
     return packet in _VIEWS
+
+
+def changes_form(node: Node) -> bool:
+    """Whether a node gives a value that is there already, in another form: views, waits, local reshuffles."""
+    return node.op == "call_function" and (is_view(node) or is_wait(node) or _packet(node) in _RESHUFFLES)
+
+
+def prepares(node: Node) -> bool:
+    """Whether a node is as good as a change of form when it acts on an input of the graph: a cast."""
+    return _packet(node) in _PREPARATIONS
+
+
+def is_random(node: Node) -> bool:
+    """Whether a node draws from torch's generator, so that its place among others of the kind matters."""
+    return torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ())
+
+
+def mutates(node: Node) -> bool:
+    """Whether edges do not tell what may change places with a node. Emitted graphs are functional: they have none."""
+    schema = getattr(node.target, "_schema", None)
+    return node.op in ("call_module", "call_method") or (schema is not None and schema.is_mutable)
 
 
 def is_heavy(node: Node) -> bool:

@@ -20,15 +20,22 @@ import operator
 from collections import defaultdict, deque
 from collections.abc import Iterable
 
-import torch
 from torch.fx import Graph, GraphModule, Node
 
 from autopar3d.grid import Grid
 from autopar3d.hardware import Hardware
 from autopar3d.timeline import Forecast, Network, Storage, live_bytes, start_of, timeline_of
-from autopar3d.timing import axis_of, is_heavy, is_start, is_view, is_wait, seconds
-
-aten = torch.ops.aten
+from autopar3d.timing import (
+    axis_of,
+    changes_form,
+    is_heavy,
+    is_random,
+    is_start,
+    is_wait,
+    mutates,
+    prepares,
+    seconds,
+)
 
 # (heavy ops by which a node may overtake another, heavy ops by which a prefetch may lead its reader), bold to timid;
 # None: the work stays in the given order.
@@ -37,20 +44,18 @@ _LADDER = ((8, 4), (4, 2), (2, 1), (0, 1), (None, 1))
 # A gather is prefetched this many times its predicted duration before its reader: predictions are not exact.
 _SLACK = 1.5
 
-# Local copies that bring a value into another form. They go with their reader, as views do.
-_RESHUFFLES = {aten.clone, aten.reshape, aten.contiguous}
-# The same, when nothing but inputs of the graph lies before them (weights cast before they are gathered).
-_PREPARATIONS = {aten._to_copy}
 
-
-def overlap(module: GraphModule, grid: Grid, hardware: Hardware, *, memory: float = 0.10) -> GraphModule:
+def overlap(
+    module: GraphModule, grid: Grid, hardware: Hardware, *, memory: float = 0.10, anyway: bool = False
+) -> GraphModule:
     """Reorder a forward or backward graph so that its collectives run while it computes.
 
     Args:
         memory: the predicted peak of live bytes may rise by at most this fraction of the given order's peak.
+        anyway: take the boldest order that fits into memory, whatever its predicted time.
     """
     given = list(module.graph.nodes)
-    if any(_mutates(n) for n in given):
+    if any(mutates(n) for n in given):
         return _rebuild(module, given)
     before = timeline_of(given, grid, hardware)
     bound = (1.0 + memory) * before.peak_bytes
@@ -62,15 +67,9 @@ def overlap(module: GraphModule, grid: Grid, hardware: Hardware, *, memory: floa
             work = _Work(facts, lag, (before.peak_bytes + bound) / 2)
             order = _prefetch(facts, work.order, work.time, lead, bound)
         after = timeline_of(order, grid, hardware)
-        if after.peak_bytes <= bound and after.seconds <= before.seconds * (1.0 + 1e-9):
+        if after.peak_bytes <= bound and (anyway or after.seconds <= before.seconds * (1.0 + 1e-9)):
             return _rebuild(module, order)
     return _rebuild(module, given)
-
-
-def _mutates(node: Node) -> bool:
-    # Emitted graphs are functional. In one that is not, edges do not tell what may change places.
-    schema = getattr(node.target, "_schema", None)
-    return node.op in ("call_module", "call_method") or (schema is not None and schema.is_mutable)
 
 
 def _rebuild(module: GraphModule, order: Iterable[Node]) -> GraphModule:
@@ -132,7 +131,7 @@ class _Facts:
             if node.op in ("placeholder", "get_attr"):
                 links[node] = 0
                 continue
-            form = _follows(node) or _packet(node) in _PREPARATIONS or is_start(node)
+            form = changes_form(node) or prepares(node) or is_start(node)
             if form and node.all_input_nodes and all(n in links for n in node.all_input_nodes):
                 links[node] = max(links[n] + is_start(n) for n in node.all_input_nodes)
         first: dict[Node, int] = {}  # such a node -> heavy ops before its first reader
@@ -159,10 +158,10 @@ class _Facts:
                     found.update(dict.fromkeys(self.sources[n]))
                 elif n.op == "call_function":
                     found[n] = None
-            random = torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ())
+            random = is_random(node)
             computes = node.op == "call_function"  # the output comes last, whatever it reads
             small = computes and not (found or random or is_start(node) or node in self.heavy)
-            if _follows(node) or node in self.ahead or small:
+            if changes_form(node) or node in self.ahead or small:
                 self.lazy.add(node)
             elif random:
                 # Random numbers come in the order in which they are drawn.
@@ -227,14 +226,6 @@ def _starts_before(node: Node) -> list[Node]:
             found.append(n)
         todo += n.all_input_nodes
     return found
-
-
-def _packet(node: Node) -> object:
-    return getattr(node.target, "overloadpacket", None)
-
-
-def _follows(node: Node) -> bool:
-    return node.op == "call_function" and (is_view(node) or is_wait(node) or _packet(node) in _RESHUFFLES)
 
 
 class _Work:

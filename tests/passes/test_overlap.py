@@ -286,6 +286,7 @@ def emitted(name: str, scheme: str, grid: Grid = GRID) -> Emitted:
 
 
 CASES = [("mlp", "3d"), ("mlp", "zero3"), ("gpt", "3d")]
+OTHERS = [(name, "auto") for name in MODELS if name not in ("mlp", "gpt")]
 
 
 def pairs(name: str, scheme: str, grid: Grid = GRID) -> list[tuple[GraphModule, GraphModule]]:
@@ -293,7 +294,9 @@ def pairs(name: str, scheme: str, grid: Grid = GRID) -> list[tuple[GraphModule, 
     return [(g, overlap(g, grid, PROFILES["cpu"])) for g in (case.forward, case.backward)]
 
 
-@pytest.mark.parametrize(("name", "scheme"), CASES)
+@pytest.mark.parametrize(
+    ("name", "scheme"), [*CASES, *(pytest.param(*case, marks=pytest.mark.slow) for case in OTHERS)]
+)
 def test_no_value_changes(name: str, scheme: str) -> None:
     case = emitted(name, scheme)
     (forward, new_forward), (backward, new_backward) = pairs(name, scheme)
