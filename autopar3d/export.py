@@ -12,7 +12,7 @@ import functools
 import re
 import traceback
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -25,8 +25,10 @@ from torch.fx import GraphModule, Node
 from torch.fx.node import map_arg
 
 from autopar3d.errors import TraceError
+from autopar3d.functions import FunctionCall, Recorded, recording
 from autopar3d.private import TreeSpec
 from autopar3d.pytrees import flatten_output
+from autopar3d.rules import is_pointwise
 
 
 def own_name(name: str | None) -> str:
@@ -43,6 +45,8 @@ class Recording:
     outputs: list[tuple[str, Any]]
     """Path and value of every leaf of the output, a tensor's value being `TENSOR`."""
     out_spec: TreeSpec
+    functions: Mapping[Any, FunctionCall]
+    """By the op that stands for it in the program, what applies a custom autograd function."""
 
 
 TENSOR = object()
@@ -56,7 +60,8 @@ def export(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> R
         TraceError: export failed, or would have dropped a gradient.
     """
     wrapped = _Flat(model)
-    with _left_as_it_was(model), torch.enable_grad(), warnings.catch_warnings():
+    keeping = recording(is_pointwise)
+    with _left_as_it_was(model), torch.enable_grad(), warnings.catch_warnings(), keeping as wrapped.functions:
         # torch warns of its own deprecated names, and of plain tensor attributes, which trace treats itself.
         warnings.simplefilter("ignore")
         try:
@@ -70,7 +75,7 @@ def export(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> R
             raise TraceError(_explain(error, model)) from error
     _forget_wrapper(program)
     assert wrapped.seen.spec is not None
-    return Recording(program, wrapped.seen.outputs, wrapped.seen.spec)
+    return Recording(program, wrapped.seen.outputs, wrapped.seen.spec, wrapped.functions.calls)
 
 
 @dataclass
@@ -86,6 +91,7 @@ class _Flat(nn.Module):
         super().__init__()
         self.model = model
         self.seen = seen = _Seen()
+        self.functions = Recorded()
 
         @functools.wraps(model.forward)  # export names the placeholders after this signature
         def forward(*args: Any, **kwargs: Any) -> tuple[Tensor, ...]:
@@ -96,7 +102,7 @@ class _Flat(nn.Module):
             tensors = tuple(leaf for _, leaf in leaves if isinstance(leaf, Tensor))
             if not tensors:
                 raise TraceError(f"{type(model).__name__} returns no tensor, so there is nothing to compute")
-            _refuse_custom_functions(tensors)
+            _refuse_custom_functions(tensors, self.functions.classes)
             # The fake tensors themselves must not outlive the trace.
             seen.outputs = [(path, TENSOR if isinstance(leaf, Tensor) else leaf) for path, leaf in leaves]
             seen.spec = spec
@@ -121,8 +127,8 @@ def _write_back(model: nn.Module, before: dict[str, Tensor]) -> None:
         setattr(model.get_submodule(path), attribute, old)
 
 
-def _refuse_custom_functions(tensors: tuple[Tensor, ...]) -> None:
-    """Raise if a custom `autograd.Function` lies behind an output: export records its forward only."""
+def _refuse_custom_functions(tensors: tuple[Tensor, ...], kept: set[type]) -> None:
+    """Raise if a custom `autograd.Function` that is not kept lies behind an output: export records its forward only."""
     nodes: list[Any] = [t.grad_fn for t in tensors]
     visited = set()
     while nodes:
@@ -132,8 +138,9 @@ def _refuse_custom_functions(tensors: tuple[Tensor, ...]) -> None:
         visited.add(node)
         name = type(node).__name__.removesuffix("Backward")
         # A torch.library op with `register_autograd` survives as one node, whose backward is kept.
-        if isinstance(node, BackwardCFunction) and not name.startswith("GeneratedBackwardFor_"):
-            way_out = "write it with differentiable torch ops"
+        custom = isinstance(node, BackwardCFunction) and type(node)._forward_cls not in kept  # type: ignore[attr-defined]
+        if custom and not name.startswith("GeneratedBackwardFor_"):
+            way_out = "define its class before the model is compiled, or write it with differentiable torch ops"
             if name == "CheckpointFunction":
                 way_out = "call checkpoint with use_reentrant=False"
             raise TraceError(

@@ -47,7 +47,7 @@ class Grid:
             if not isinstance(size, int) or isinstance(size, bool) or size < 1:
                 raise GridError(
                     f"grid ({self.x}, {self.y}, {self.z}): axis {name} has size {size!r}; "
-                    "every axis needs a whole number of at least 1"
+                    "every axis needs a whole number of at least 1, and their product must be the world size"
                 )
         if self.ranks and len(self.ranks) != self.size:
             raise GridError(f"grid {self} has {self.size} places but {len(self.ranks)} ranks were given")

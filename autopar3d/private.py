@@ -20,6 +20,7 @@ from torch.utils import _pytree as pytree
 TreeSpec = pytree.TreeSpec
 keystr = pytree.keystr
 tree_flatten_with_path = pytree.tree_flatten_with_path
+tree_flatten = pytree.tree_flatten
 tree_leaves = pytree.tree_leaves
 tree_map_only = pytree.tree_map_only
 tree_unflatten = pytree.tree_unflatten
@@ -33,6 +34,7 @@ __all__ = [
     "pytree",
     "register_process_group",
     "resolve_process_group",
+    "tree_flatten",
     "tree_flatten_with_path",
     "tree_leaves",
     "tree_map_only",

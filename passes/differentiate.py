@@ -21,7 +21,8 @@ from torch.fx import Graph, GraphModule, Interpreter, Node
 from torch.fx.experimental.proxy_tensor import get_proxy_mode, make_fx
 
 from autopar3d.collectives import gather
-from autopar3d.private import FakeTensorMode
+from autopar3d.errors import TraceError
+from autopar3d.private import FakeTensor, FakeTensorMode
 from autopar3d.saved import use_stand_ins
 
 from .rewrite import LocalProgram
@@ -132,8 +133,35 @@ class _Joint:
             tangents = [torch.empty_like(o, requires_grad=False) for o in outs]
             # Tracing twice is cheap beside what it saves: the tangents' shapes are known before the trace.
             # (fx counts a bound method's self among the arguments, hence the lambda.)
-            self.graph = make_fx(lambda i, t: self._run(i, t))(inputs, tangents).graph
-            use_stand_ins(self.graph)
+            traced = make_fx(lambda i, t: self._run(i, t))(inputs, tangents)
+            self.graph = traced.graph
+            if any(_changes_in_place(node) for node in self.graph.nodes):
+                traced = self._make_functional(traced, [*inputs, *tangents])
+        _write_out_constants(traced)
+        use_stand_ins(self.graph)
+
+    def _make_functional(self, traced: GraphModule, values: list[Tensor]) -> GraphModule:
+        """Trace again without the in-place ops that a custom autograd function brought along."""
+        moved: list[int] = []  # by position in the old graph, that in the new one
+        joint = self
+
+        class Mover(Interpreter):
+            def run_node(self, n: Node) -> Any:
+                moved.append(joint.position())
+                return super().run_node(n)
+
+        def run(*flat: Tensor) -> Any:
+            return Mover(traced, garbage_collect_values=False).run(*flat, enable_io_processing=False)
+
+        with torch.no_grad():
+            plain = [v.detach() for v in values]
+            functional = make_fx(torch.func.functionalize(run, remove="mutations"))(*plain)
+        self.graph = functional.graph
+        moved.append(len(self.graph.nodes))
+        self.forward_ranges = [(moved[start], moved[end], node) for start, end, node in self.forward_ranges]
+        self.backward_marks = [(moved[position], node) for position, node in self.backward_marks]
+        self.boundary = moved[self.boundary]
+        return functional
 
     def _run(self, inputs: list[Tensor], tangents: list[Tensor]) -> Any:
         with torch.enable_grad():
@@ -269,6 +297,28 @@ class _Cut:
                 copied[node] = graph.node_copy(node, lambda m: copied[m])
         graph.output(tuple(copied[n] for n in outputs))
         return _finish(graph)
+
+
+def _write_out_constants(traced: GraphModule) -> None:
+    """Turn the numbers that a custom autograd function made tensors of, as `x[mask] = 0` does, into ops."""
+    for node in traced.graph.find_nodes(op="get_attr"):
+        value = getattr(traced, node.target)
+        value = getattr(value, "constant", None) if isinstance(value, FakeTensor) else value
+        if value is None or value.numel() != 1:
+            raise TraceError(
+                "a custom torch.autograd.Function makes a tensor of numbers (torch.tensor([...])) in its forward or "
+                "backward: make it outside, a buffer of the model, and pass it as an argument"
+            )
+        with traced.graph.inserting_before(node):
+            where = {"dtype": value.dtype, "device": value.device}
+            made = traced.graph.call_function(aten.full.default, (list(value.shape), value.item()), where)
+        made.meta = dict(node.meta)
+        node.replace_all_uses_with(made)
+        traced.graph.erase_node(node)
+
+
+def _changes_in_place(node: Node) -> bool:
+    return isinstance(node.target, torch._ops.OpOverload) and node.target._schema.is_mutable
 
 
 def _placeholder(graph: Graph, name: str, like: Node) -> Node:

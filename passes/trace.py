@@ -8,8 +8,8 @@ single nodes. What `torch.export` alone would get silently wrong is put right he
 - two inputs that happen to be one tensor stay two placeholders;
 - a buffer that forward assigns is a new value of that buffer, as is one that it changes in place;
 - what a `torch.no_grad()` region computes is detached;
-- a custom `autograd.Function`, whose backward export drops, and a parameter or input that forward changes are
-  errors.
+- a custom `autograd.Function`, whose backward export drops, is one node that applies it;
+- a parameter or input that forward changes is an error.
 
 Arguments that are no tensors (None, bool, int, str, ...) are static: the program holds for these values only.
 """
@@ -198,6 +198,7 @@ class _Assembly:
                 "of a fixed shape"
             )
         copy = self.graph.node_copy(node, lambda n: self.new[n.name])
+        copy.target = self.recording.functions.get(node.target, node.target)
         copy.meta = {key: node.meta.get(key) for key in ("val", "stack_trace", "nn_module_stack")}
         self.new[node.name] = copy
 

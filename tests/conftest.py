@@ -18,6 +18,10 @@ torch.set_num_threads(1)
 PRELOAD = ("torch.distributed.tensor", "torch.distributed.checkpoint", "hypothesis", "pytest", "transformers")
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--cases", metavar="FILE", help="run tests/test_cases.py on the cases of this file")
+
+
 class SteadyPool(Pool):
     """A pool that runs a call once more when a rank died inside gloo.
 

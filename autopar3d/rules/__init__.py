@@ -32,7 +32,7 @@ from .core import (
     results,
     whole_spec,
 )
-from .pointwise import rule_for
+from .pointwise import is_pointwise, rule_for
 
 __all__ = [
     "RULES",
@@ -43,6 +43,7 @@ __all__ = [
     "OpSpec",
     "argument",
     "check_spec",
+    "is_pointwise",
     "operands",
     "refine",
     "results",

@@ -23,6 +23,7 @@ import torch
 from torch.fx import Node
 
 from ..errors import RuleError
+from ..functions import TENSOR, FunctionCall
 from ..grid import Grid
 
 Dims = tuple[tuple[str, ...], ...]  # per dim of a tensor, its factors, outer first
@@ -200,6 +201,8 @@ def results(node: Node) -> list[torch.Tensor]:
 
 def argument(node: Node, name: str, default: Any = None) -> Any:
     """An argument by its name in the op's schema, whether it was given by position or by keyword."""
+    if isinstance(node.target, FunctionCall):
+        return default
     for i, arg in enumerate(node.target._schema.arguments):  # type: ignore[union-attr]
         if arg.name == name:
             if name in node.kwargs:
@@ -298,6 +301,12 @@ def _parse_term(term: str, text: str) -> _Term:
 
 def tensor_arguments(node: Node) -> Iterator[tuple[str, Any]]:
     """(schema name, value) of the op's tensor arguments in schema order, absent ones as None."""
+    if isinstance(node.target, FunctionCall):
+        given = iter(node.args)
+        for i, leaf in enumerate(node.target.statics):
+            if leaf is TENSOR or leaf is None:
+                yield str(i), None if leaf is None else next(given)
+        return
     for arg in node.target._schema.arguments:  # type: ignore[union-attr]
         if "Tensor" in str(arg.type):
             yield arg.name, argument(node, arg.name)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch.fx import Node
 
+from ..functions import FunctionCall
 from .core import RULES, Dims, OpRule, OpSpec, argument, operands, results
 
 aten = torch.ops.aten
@@ -100,8 +101,21 @@ for _op in _MORE:
 
 
 def rule_for(target: object) -> OpRule | None:
-    """The rule of an op: its own line, or the pointwise rule when torch tags the op so."""
+    """The rule of an op: its own line, or the pointwise rule when torch tags the op so.
+
+    A custom `autograd.Function` has the rule of its class, or the pointwise rule where it was found elementwise.
+    """
+    if isinstance(target, FunctionCall):
+        return RULES.get(target.cls) or (POINTWISE if target.elementwise else None)
     own = RULES.get(target)
-    if own is None and isinstance(target, torch._ops.OpOverload) and torch.Tag.pointwise in target.tags:
-        return POINTWISE
-    return own
+    return POINTWISE if own is None and is_tagged(target) else own
+
+
+def is_tagged(target: object) -> bool:
+    """Whether torch says that an op is pointwise."""
+    return isinstance(target, torch._ops.OpOverload) and torch.Tag.pointwise in target.tags
+
+
+def is_pointwise(target: object) -> bool:
+    """Whether an op has the pointwise rule."""
+    return rule_for(target) is POINTWISE

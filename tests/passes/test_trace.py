@@ -323,7 +323,6 @@ REFUSED: dict[str, tuple[Callable[..., Any], str]] = {
     ),
     "opaque output": (lambda self, x: Opaque(x), r"Opaque \(output\).*register_pytree_node.*use_cache=False"),
     "no tensor": (lambda self, x: 3, r"Model returns no tensor"),
-    "autograd.Function": (lambda self, x: Double.apply(x @ self.weight), r"autograd\.Function Double, whose"),
     "reentrant checkpoint": (
         lambda self, x: checkpoint(lambda y: y @ self.weight, x, use_reentrant=True),
         r"use_reentrant=False",
