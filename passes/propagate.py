@@ -5,10 +5,10 @@ of layout in forward, its transpose in backward, and the gathers repeated for ba
 edges between them, minimised exactly wherever the graph folds (see `solver`).
 
 Vertices: every op on the way from a parameter to a result (its strategies); every parameter (its fully sharded
-layouts); and, for every value with several readers, the copy that they share (its placements), so that a gather for q,
-k and v is priced once, as it is emitted once. What depends on no parameter (masks, position tables, the inputs) is set
-aside: it is complete on every rank, from which a local slice is free, and afterwards it is computed sharded wherever
-all its readers agree.
+layouts), and every input that has a gradient (whole); and, for every value with several readers, the copy that they
+share (its placements), so that a gather for q, k and v is priced once, as it is emitted once. What needs no gradient and
+depends on no parameter (masks, position tables, most inputs) is set aside: it is complete on every rank, from which a
+local slice is free, and afterwards it is computed sharded wherever all its readers agree.
 
 Left out of the space: a shared copy that is still a partial sum; and see `strategies.strategies`.
 """
@@ -146,7 +146,7 @@ class _Planner:
                 self._op(node)
         for node in self.graph.nodes:
             if node.op == "placeholder" and self._planned(node):
-                self._parameter(node)
+                self._stored(node)
         for value, slots in self.slots.items():
             source, _ = producer(value)
             if ("op", source) in self.options or ("storage", source) in self.options:
@@ -161,7 +161,7 @@ class _Planner:
         """Set aside: what has no gradient and needs no communication to be complete on every rank."""
         if node.op == "placeholder":
             argument = self.arguments[node.name]
-            return argument.kind == "parameter" and node in self.slots
+            return node in self.slots and (argument.kind == "parameter" or node in self.grads)
         return node in self.grads or any(self._planned_value(o) for o in operands(node))
 
     @cache  # noqa: B019  (lives as long as one planning)
@@ -242,11 +242,13 @@ class _Planner:
             and (len(self.factors.values[node].atoms) >= 2)
         )
 
-    def _parameter(self, node: Node) -> None:
+    def _stored(self, node: Node) -> None:
         value = self.factors.values[node]
         vertex = ("storage", node)
         if node.name in self.pinned:
             self.options[vertex] = [self.pinned[node.name]]
+        elif self.arguments[node.name].kind != "parameter":  # an input whose gradient the user wants whole
+            self.options[vertex] = [State(((),) * len(value.atoms))]
         else:
             if value.dims not in self.stored:
                 self.stored[value.dims] = storages(value, self.grid)
