@@ -92,16 +92,7 @@ def build_step(
     """
     factors = Factors(program.graph.graph)
     modes = output_modes(program, options)
-    decisions = propagate(
-        program,
-        grid,
-        hardware,
-        factors=factors,
-        scheme=options.scheme,
-        regather=options.regather,
-        result_states=lambda i, shape: _result_states(modes[i], shape, grid),
-        pinned=pinned,
-    )
+    decisions = decide(program, factors, grid, hardware, options, pinned)
     decisions = _place_inputs(program, factors, decisions, pinned or {}, sharded=options.inputs == "sharded")
     if options.strict:
         _refuse_whole(factors, decisions)
@@ -114,6 +105,28 @@ def build_step(
         seeds=default_seeds(program) if seeds is None else seeds,
     )
     return Step(program, factors, decisions, local, runs, tuple(with_node))
+
+
+def decide(
+    program: Program,
+    factors: Factors,
+    grid: Grid,
+    hardware: Hardware,
+    options: Options,
+    pinned: Mapping[str, State] | None = None,
+) -> Decisions:
+    """Run propagate as the options ask; see `build_step`."""
+    modes = output_modes(program, options)
+    return propagate(
+        program,
+        grid,
+        hardware,
+        factors=factors,
+        scheme=options.scheme,
+        regather=options.regather,
+        result_states=lambda i, shape: _result_states(modes[i], shape, grid),
+        pinned=pinned,
+    )
 
 
 def output_modes(program: Program, options: Options) -> list[str]:

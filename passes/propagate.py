@@ -6,7 +6,7 @@ edges between them, minimised exactly wherever the graph folds (see `solver`).
 
 Vertices: every op on the way from a parameter to a result (its strategies); every parameter (its fully sharded
 layouts), and every input that has a gradient (whole); and, for every value with several readers, the copy that they
-share (its placements), so that a gather for q, k and v is priced once, as it is emitted once. What needs no gradient and
+share (its placements), so that a gather for q, k and v is priced once, as it is emitted once. What has no gradient and
 depends on no parameter (masks, position tables, most inputs) is set aside: it is complete on every rank, from which a
 local slice is free, and afterwards it is computed sharded wherever all its readers agree.
 
