@@ -16,7 +16,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from torch.fx import Graph, Node
 
@@ -32,7 +31,7 @@ c10d = torch.ops._c10d_functional
 def axis_index(group: str, device: torch.device) -> Tensor:
     """This rank's coordinate along a group, as an int64 tensor of shape [1]."""
     # The name is looked up at run time, so that one graph text serves all ranks.
-    rank = dist.get_rank(resolve_process_group(GroupName(group)))
+    rank = resolve_process_group(GroupName(group)).rank()
     return torch.tensor([rank], dtype=torch.int64, device=device)
 
 

@@ -93,8 +93,8 @@ def compile(  # noqa: A001  (as torch.compile)
         lambda made: f"grid={made.grid} {made.grid.ranks or ''} seed={seed} {options}",
         "all ranks must pass the same arguments",
     )
-    mesh, index = runtime.connect(compiler.grid, compiler.device.type)
-    compiler.executor = RankExecutor(compiler.grid, mesh, index, sharded_inputs=inputs == "sharded")
+    connection = runtime.connect(compiler.grid, compiler.device.type)
+    compiler.executor = RankExecutor(compiler.grid, *connection, sharded_inputs=inputs == "sharded")
     return compiler.module(model, example_inputs, example_kwargs)
 
 

@@ -11,6 +11,7 @@ from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
+from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.fx import GraphModule
@@ -205,11 +206,15 @@ class RankExecutor:
     Args:
         mesh: the grid's mesh, with the groups registered under the grid's aliases (see `runtime.connect`).
         index: this rank's position in the grid.
+        groups: what the axes' names in graphs stand for; held, because torch's registry does not.
         sharded_inputs: whether plain tensors arrive as this rank's part already.
     """
 
-    def __init__(self, grid: Grid, mesh: DeviceMesh, index: int, *, sharded_inputs: bool) -> None:
+    def __init__(
+        self, grid: Grid, mesh: DeviceMesh, index: int, groups: Sequence[ProcessGroup], *, sharded_inputs: bool
+    ) -> None:
         self.grid, self.mesh, self.index, self.sharded_inputs = grid, mesh, index, sharded_inputs
+        self.groups = tuple(groups)
 
     def store(self, tensor: Tensor, layout: Layout) -> Tensor:
         local = layout.shard(tensor, self.grid, self.index).clone(memory_format=torch.contiguous_format)

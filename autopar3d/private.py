@@ -9,6 +9,7 @@ from __future__ import annotations
 # A graph names its groups, the same on every rank; the names that a DeviceMesh gives differ by rank.
 from torch._C._distributed_c10d import _register_process_group as register_process_group
 from torch._C._distributed_c10d import _resolve_process_group as resolve_process_group
+from torch._C._distributed_c10d import _unregister_process_group as unregister_process_group
 
 # Tensors without values that remember a device: what export leaves in `meta["val"]`, and what graphs are traced on.
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
@@ -39,4 +40,5 @@ __all__ = [
     "tree_leaves",
     "tree_map_only",
     "tree_unflatten",
+    "unregister_process_group",
 ]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import logging
 from collections.abc import Callable, Sequence
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -15,7 +15,8 @@ from torch.distributed.tensor import DTensor
 
 from .errors import InputError, LaunchError, MismatchError
 from .grid import AXES, Grid
-from .private import GroupName, register_process_group, resolve_process_group
+from .private import GroupName, register_process_group, resolve_process_group, unregister_process_group
+from .transport import transport
 
 T = TypeVar("T")
 
@@ -26,7 +27,21 @@ _LAUNCH = (
 )
 
 
-def connect(grid: Grid, device_type: str) -> tuple[DeviceMesh, int]:
+class Connection(NamedTuple):
+    """A grid on real ranks.
+
+    Args:
+        mesh: its device mesh.
+        index: this rank's position in the grid.
+        groups: what the axes' names in graphs stand for, only as long as somebody holds these.
+    """
+
+    mesh: DeviceMesh
+    index: int
+    groups: tuple[dist.ProcessGroup, ...]
+
+
+def connect(grid: Grid, device_type: str) -> Connection:
     """The grid's mesh, with each axis's group registered under the name that graphs use; and this rank's position.
 
     Raises:
@@ -41,19 +56,39 @@ def connect(grid: Grid, device_type: str) -> tuple[DeviceMesh, int]:
     _quiet_redistribution()
     ranks = torch.tensor(grid.ranks or range(grid.size)).reshape(grid.sizes)
     position = (ranks.flatten() == dist.get_rank()).nonzero()
-    return _mesh(grid, device_type, ranks), int(position)
+    mesh = _mesh(grid, device_type, ranks)
+    return Connection(mesh, int(position), tuple(_named(grid.alias(a), mesh.get_group(a)) for a in AXES))
 
 
 def _mesh(grid: Grid, device_type: str, ranks: Tensor) -> DeviceMesh:
     """The mesh of a grid; a second one of the same grid has the same groups."""
+    names = [GroupName(f"{grid.alias(axis)}_mesh") for axis in AXES]
+    groups = [_resolved(name) for name in names]
+    if None not in groups:
+        return DeviceMesh.from_group(groups, device_type, ranks, mesh_dim_names=AXES)  # type: ignore[arg-type]
+    mesh = DeviceMesh(device_type, ranks, mesh_dim_names=AXES)
+    for name, axis in zip(names, AXES, strict=True):
+        unregister_process_group(name)
+        register_process_group(name, mesh.get_group(axis))
+    return mesh
+
+
+def _named(alias: str, group: dist.ProcessGroup) -> dist.ProcessGroup:
+    """What an axis's name in graphs stands for; the same for all modules on a grid."""
+    name = GroupName(alias)
+    found = _resolved(name)
+    if found is None:
+        found = transport(group)
+        unregister_process_group(name)
+        register_process_group(name, found)
+    return found
+
+
+def _resolved(name: GroupName) -> dist.ProcessGroup | None:
     try:
-        groups = [resolve_process_group(GroupName(grid.alias(axis))) for axis in AXES]
-    except (RuntimeError, ValueError):  # not registered yet, or no more
-        mesh = DeviceMesh(device_type, ranks, mesh_dim_names=AXES)
-        for axis in AXES:
-            register_process_group(GroupName(grid.alias(axis)), mesh.get_group(axis))
-        return mesh
-    return DeviceMesh.from_group(groups, device_type, ranks, mesh_dim_names=AXES)
+        return resolve_process_group(name)
+    except (RuntimeError, ValueError):  # not registered yet, or nobody holds it any more
+        return None
 
 
 def _single_process_group() -> None:
