@@ -26,10 +26,14 @@ from .rules.core import check_spec
 
 @dataclass(frozen=True)
 class ValueShape:
-    """A tensor as atoms: per dim the lengths of its factors, outer first; dims of length one have none."""
+    """A tensor as atoms: per dim the lengths of its factors, outer first; dims of length one have none.
+
+    Where atoms are padded (see `pads`), `true` has the true length of every atom; else it is empty.
+    """
 
     dims: tuple[tuple[int, ...], ...]
     dtype: torch.dtype
+    true: tuple[int, ...] = ()
 
     @property
     def atoms(self) -> tuple[int, ...]:
@@ -42,6 +46,15 @@ class ValueShape:
     @property
     def bytes(self) -> int:
         return self.elements * self.dtype.itemsize
+
+    @property
+    def pads(self) -> tuple[int, ...]:
+        """Numbers of the atoms that are padded."""
+        return tuple(i for i, (n, t) in enumerate(zip(self.atoms, self.true, strict=False)) if n != t)
+
+    def even(self, state: State) -> bool:
+        """Whether no padded atom is sharded."""
+        return not any(state.atoms[i] for i in self.pads)
 
     def place(self, atom: int) -> tuple[int, int]:
         """(dim, position within the dim) of an atom."""
@@ -58,13 +71,16 @@ class ValueShape:
     def layout(self, state: State, grid: Grid) -> Layout:
         """The layout that a placement of the atoms means."""
         axes = iter(state.atoms)
-        dims = [[Factor(n, next(axes)) for n in dim] for dim in self.dims]
+        true = iter(self.true or self.atoms)
+        dims = [[Factor(next(true), next(axes)) for _ in dim] for dim in self.dims]
         return Layout.from_factors(dims, grid, state.partial)
 
     def state(self, layout: Layout, grid: Grid) -> State | None:
         """The placement of the atoms that a layout means, or None when the atoms are too coarse for it."""
         atoms: list[tuple[str, ...]] = []
-        for sizes, dim in zip(self.dims, layout.dims, strict=True):
+        true = iter(self.true or self.atoms)
+        dims = [tuple(next(true) for _ in dim) for dim in self.dims]
+        for sizes, dim in zip(dims, layout.dims, strict=True):
             found = _spread(sizes, dim, grid)
             if found is None:
                 return None

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
+from . import padding
 from .errors import PlanError
 from .factors import Factors, ValueShape
 from .grid import Grid
@@ -92,7 +93,9 @@ def build_step(
     """
     factors = Factors(program.graph.graph)
     modes = output_modes(program, options)
-    decisions = decide(program, factors, grid, hardware, options, pinned)
+    factors, decisions = padding.best(
+        factors, grid, lambda trial: decide(program, trial, grid, hardware, options, pinned)
+    )
     decisions = _place_inputs(program, factors, decisions, pinned or {}, sharded=options.inputs == "sharded")
     if options.strict:
         _refuse_whole(factors, decisions)
@@ -179,7 +182,8 @@ def _result_states(mode: str, shape: ValueShape, grid: Grid) -> list[State]:
     if mode != "sharded":
         return [whole]
     # A DTensor must be able to carry it.
-    return [s for s in states(shape.atoms, grid, "R") if shape.layout(s, grid).is_plain] or [whole]
+    found = [s for s in states(shape.atoms, grid, "R") if shape.even(s)]
+    return [s for s in found if shape.layout(s, grid).is_plain] or [whole]
 
 
 def _place_inputs(
@@ -207,6 +211,8 @@ def _place_inputs(
             state = needed(factors.specs[slot.reader], strategy, slot.operand, grad=False)
             if sharded and shape.dims and shape.dims[0]:
                 state = State((state.atoms[0], *((),) * (len(shape.atoms) - 1)))
+            # Pads are added inside the graph, to what enters whole.
+            state = State(tuple(() if i in shape.pads else axes for i, axes in enumerate(state.atoms)), state.partial)
             wanted.add(state)
         if len(wanted) == 1 and not next(iter(wanted)).partial and (not sharded or (shape.dims and shape.dims[0])):
             storage[argument.node] = wanted.pop()

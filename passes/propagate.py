@@ -89,7 +89,8 @@ class _End(NamedTuple):
 def _signature(node: Node, spec: OpSpec) -> tuple[Any, ...]:
     """Equal for two nodes whose strategies and costs are equal."""
     plain = map_arg((node.args, dict(node.kwargs)), lambda n: _type(n.meta["val"]))
-    return (node.target, str(plain), tuple(spec.sizes.items()), spec.inputs, spec.outputs, spec.whole)
+    lengths = (tuple(spec.sizes.items()), tuple(spec.true.items()))
+    return (node.target, str(plain), *lengths, spec.inputs, spec.outputs, spec.whole)
 
 
 def _type(val: Any) -> str:
@@ -344,7 +345,7 @@ class _Planner:
             moved += shape.bytes / grid.extent([a for f in spec.atoms(dims) for a in axes_of.get(f, ())])
             dtype = dtype or shape.dtype
         for val, dims in outs:
-            size = val.numel() * val.dtype.itemsize
+            size = math.prod(spec.sizes[f] for f in spec.atoms(dims)) * val.dtype.itemsize
             moved += size / grid.extent([a for f in spec.atoms(dims) for a in axes_of.get(f, ())])
             dtype = val.dtype
         assert dtype is not None
@@ -465,7 +466,7 @@ def storages(value: ValueShape, grid: Grid) -> list[State]:
 
     Only layouts that a DTensor carries exactly: every dim an even cut of its outermost atom.
     """
-    found = states(value.atoms, grid, "R")
+    found = [s for s in states(value.atoms, grid, "R") if value.even(s)]
     plain = [s for s in found if value.layout(s, grid).is_plain]
     most = max(grid.extent(s.sharding) for s in plain)
     return [s for s in plain if grid.extent(s.sharding) == most]

@@ -8,7 +8,7 @@ reduction of its gradient.
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -20,12 +20,13 @@ from autopar3d.collectives import cut, embed, exchange, fork, gather, mask, redu
 from autopar3d.factors import Factors, ValueShape, is_getitem
 from autopar3d.grid import Grid
 from autopar3d.layout import Layout
+from autopar3d.pads import add_pads, fill_pads, trim_pads
 from autopar3d.plan import Decisions
 from autopar3d.program import Program, module_path
 from autopar3d.readings import Slot, drops, gradients, readings, regathered
 from autopar3d.redistribute import State, Step, Transfer, route, sent, transfers
-from autopar3d.rules import Exchange, LocalOp, operands, results
-from autopar3d.strategies import given, needed
+from autopar3d.rules import Dims, Exchange, LocalOp, OpSpec, operands, results
+from autopar3d.strategies import Strategy, given, needed
 
 
 @dataclass(frozen=True)
@@ -124,11 +125,47 @@ class _Rewriter:
         state = self.decisions.storage[node.name]
         layout = self._layout(node, state)
         local.meta = {"shape": layout.local_shape(node.meta["val"].shape, self.grid)}
-        self._arrive(node, state, local)
+        pads = self.factors.values[node].pads if node in self.factors.values else ()
+        self._arrive(node, state, self._resized(add_pads, node, state, local, pads, node))
 
     def _arrive(self, value: Node, state: State, local: Node) -> None:
         self.home[value] = state
         self.placed[value, state] = local
+
+    # -- pads ---------------------------------------------------------------------------------------
+
+    def _resized(
+        self, how: Callable[..., Any], value: Node, state: State, local: Node, atoms: Sequence[int], origin: Node
+    ) -> Node:
+        """`add_pads` or `trim_pads` on some atoms, which are whole."""
+        shape = self.factors.values.get(value)
+        for i in atoms:
+            assert shape is not None and not state.atoms[i]
+            # Adding goes from the outermost atom inwards and trimming back, so what lies outside is padded.
+            dim, outer = self._where(shape, state, i)
+            args = (local, dim, outer, shape.true[i], shape.atoms[i])
+            local = self.graph.call_function(how, args, name=f"{value.name}_{how.__name__.split('_')[0]}")
+            local.meta = self._meta(origin)
+        return local
+
+    def _true_atoms(self, value: Node, spec: OpSpec, dims: Dims) -> list[int]:
+        """Padded atoms of a value that one op has at their true lengths."""
+        pads = self.factors.values[value].pads if value in self.factors.values else ()
+        names = spec.atoms(dims)
+        return [i for i in pads if names[i] not in spec.true]
+
+    def _filled(self, node: Node, spec: OpSpec, number: int, state: State, local: Node) -> Node:
+        """An operand with what its op wants in the pads."""
+        value = operands(node)[number]
+        for i, f in enumerate(spec.atoms(spec.inputs[number])):
+            for operand, fill in spec.fills.get(f, ()) if f in spec.true else ():
+                if operand == number:
+                    shape = self.factors.values[value]
+                    groups = [(self.grid.alias(a), self.grid.axis_size(a)) for a in state.atoms[i]]
+                    where = (*self._where(shape, state, i), shape.true[i], shape.atoms[i])
+                    local = self.graph.call_function(fill_pads, (local, *where, fill, groups), name=f"{node.name}_fill")
+                    local.meta = self._meta(node)
+        return local
 
     def _op(self, node: Node) -> None:
         spec = self.factors.specs[node]
@@ -136,7 +173,10 @@ class _Rewriter:
         local_operands: dict[int, Node] = {}
         for i, operand in enumerate(operands(node)):
             target = needed(spec, strategy, i, grad=operand in self.grads)
-            local_operands[i] = self._read(operand, target, Slot(node, i))
+            local = self._read(operand, target, Slot(node, i))
+            trimmed = reversed(self._true_atoms(operand, spec, spec.inputs[i]))
+            local = self._resized(trim_pads, operand, target, local, list(trimmed), node)
+            local_operands[i] = self._filled(node, spec, i, target, local)
         # Two operands may be one global node in two placements, so they are told apart by their number.
         order = iter(range(len(local_operands)))
         args, kwargs = map_arg(
@@ -152,13 +192,20 @@ class _Rewriter:
         local.meta = self._meta(node)
         self.ops[node] = local
         if isinstance(node.meta["val"], torch.Tensor):
-            self._arrive(node, given(spec, strategy, 0), local)
+            self._arrive(node, *self._result(node, node, spec, strategy, 0, local))
             return
         for user in node.users:
             if is_getitem(user) and isinstance(user.meta.get("val"), torch.Tensor):
                 item = self.graph.call_function(operator.getitem, (local, user.args[1]), name=user.name)
                 item.meta = self._meta(node)
-                self._arrive(user, given(spec, strategy, int(user.args[1])), item)  # type: ignore[arg-type]
+                self._arrive(user, *self._result(user, node, spec, strategy, int(user.args[1]), item))  # type: ignore[arg-type]
+
+    def _result(
+        self, value: Node, node: Node, spec: OpSpec, strategy: Strategy, number: int, local: Node
+    ) -> tuple[State, Node]:
+        state = given(spec, strategy, number)
+        atoms = self._true_atoms(value, spec, spec.outputs[number])
+        return state, self._resized(add_pads, value, state, local, atoms, node)
 
     def _inside(self, node: Node, exchanges: list[Exchange]) -> None:
         dtype = next(r.dtype for r in results(node) if r is not None)
@@ -265,6 +312,8 @@ class _Rewriter:
                 continue
             value = by_name[result.node]
             assert state is not None
-            nodes.append(self._read(value, state, Slot(None, i)))
+            local = self._read(value, state, Slot(None, i))
+            pads = self.factors.values[value].pads
+            nodes.append(self._resized(trim_pads, value, state, local, pads[::-1], value))
             layouts.append(self._layout(value, state))
         return nodes, layouts

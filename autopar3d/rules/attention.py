@@ -62,6 +62,8 @@ def attention(node: Node) -> OpSpec:
         (dims(out, ("s", "e")),),
         whole=frozenset({"t", "d", "e"}),
         flops=flops,
+        padded=frozenset(sizes) - {"t", "d", "e"},
+        placed=frozenset("s"),
         lower=_lower_attention,
     )
 

@@ -88,6 +88,7 @@ def batch_norm(node: Node) -> OpSpec:
         complete=rest,
         lower=_lower_batch_norm,
         exchange=_exchange_batch_norm,
+        padded=frozenset(sizes) - whole if not argument(node, "training") else frozenset({"d1"}),
     )
 
 

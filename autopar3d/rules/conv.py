@@ -67,6 +67,7 @@ def convolution(node: Node) -> OpSpec:
         whole=frozenset(whole),
         addends=frozenset({2} if len(inputs) > 2 else ()),
         flops=flops,
+        padded=frozenset(sizes) - whole - {"g"} if groups == 1 else frozenset(sizes) & {"n"},
         lower=_lower_convolution,
     )
 
@@ -102,6 +103,7 @@ def _leading(node: Node, last: int) -> OpSpec:
     aten.upsample_linear1d.vec,
     aten.reflection_pad1d.default,
     aten.replication_pad1d.default,
+    pads=True,
 )
 def over_one_dim(node: Node) -> OpSpec:
     """... x -> ... y | x, y"""
@@ -122,6 +124,7 @@ def over_one_dim(node: Node) -> OpSpec:
     aten._upsample_bicubic2d_aa.vec,
     aten.reflection_pad2d.default,
     aten.replication_pad2d.default,
+    pads=True,
 )
 def over_two_dims(node: Node) -> OpSpec:
     """... x0 x1 -> ... y0 y1 | x, y"""
@@ -135,6 +138,7 @@ def over_two_dims(node: Node) -> OpSpec:
     aten.adaptive_max_pool3d.default,
     aten.upsample_nearest3d.vec,
     aten.upsample_trilinear3d.vec,
+    pads=True,
 )
 def over_three_dims(node: Node) -> OpSpec:
     """... x0 x1 x2 -> ... y0 y1 y2 | x, y"""
@@ -164,7 +168,7 @@ def fold(node: Node) -> OpSpec:
     return OpSpec(sizes, inputs, outputs, whole=frozenset(set(sizes) - free))
 
 
-@RULES.builder(aten.pad.default, aten.constant_pad_nd.default)
+@RULES.builder(aten.pad.default, aten.constant_pad_nd.default, pads=True)
 def pad(node: Node) -> OpSpec:
     """d0 d1 -> d0 p1, the padded dims whole"""
     x, out = operands(node)[0].meta["val"], results(node)[0]

@@ -47,6 +47,13 @@ class OpSpec:
         flops: of the forward, for the whole op; 0 for everything that is not a matmul, convolution or attention.
         lower: builds the local node when it is not simply the op on local tensors.
         exchange: collectives inside the lowering, for the planner: see `Exchange`.
+        padded: factors that may be longer than they are, see `pads`: positions along them do not mix, or the op sums
+            over them. All others meet true lengths only.
+        placed: those of them whose lowering computes with places: when such a factor is cut more finely, only its
+            outermost part may be padded.
+        fills: what is written into a padded factor's pads, as (operand, value) pairs, before the op mixes them in. A
+            factor that an op sums over needs none: zeros are written into the first operand that has it.
+        true: the true lengths of the factors that are padded in this graph; `sizes` has the padded ones.
     """
 
     sizes: Mapping[str, int]
@@ -59,6 +66,10 @@ class OpSpec:
     flops: float = 0.0
     lower: Callable[[LocalOp], Lowered] | None = None
     exchange: Callable[[LocalOp], list[Exchange]] | None = None
+    padded: frozenset[str] = frozenset()
+    placed: frozenset[str] = frozenset()
+    fills: Mapping[str, tuple[tuple[int, float], ...]] = field(default_factory=dict)
+    true: Mapping[str, int] = field(default_factory=dict)
 
     def atoms(self, dims: Dims) -> tuple[str, ...]:
         """The factors of one tensor in order: its atoms."""
@@ -118,16 +129,20 @@ class LocalOp:
         return [(self.grid.alias(a), self.grid.axis_size(a)) for a in self.axes(*factors)]
 
     def size(self, factor: str) -> int:
-        """Global length."""
-        return math.prod(self.spec.sizes[f] for f in self.pieces(factor))
+        """Global length, without pads."""
+        return math.prod(self.spec.true.get(f, self.spec.sizes[f]) for f in self.pieces(factor))
 
     def local(self, factor: str) -> int:
-        """Local length."""
-        return self.size(factor) // self.grid.extent(self.axes(factor))
+        """Local length, pads included."""
+        return math.prod(self.spec.sizes[f] for f in self.pieces(factor)) // self.grid.extent(self.axes(factor))
 
     def shape(self, dims: Dims, global_shape: Sequence[int]) -> tuple[int, ...]:
-        cut = [self.grid.extent([a for f in dim for a in self.axes_of.get(f, ())]) for dim in dims]
-        return tuple(int(n) // c for n, c in zip(global_shape, cut, strict=True))
+        out = []
+        for dim, n in zip(dims, global_shape, strict=True):
+            for f in dim:
+                n = int(n) // self.spec.true.get(f, self.spec.sizes[f] or 1) * (self.spec.sizes[f] or 1)
+            out.append(int(n) // self.grid.extent([a for f in dim for a in self.axes_of.get(f, ())]))
+        return tuple(out)
 
     def in_shape(self, i: int) -> tuple[int, ...]:
         """Local shape of operand i."""
@@ -159,15 +174,26 @@ class Registry(dict[Any, OpRule]):
         for op in ops:
             self[op] = OpRule(functools.partial(_apply, parsed, how), text)
 
-    def builder(self, *ops: Any) -> Callable[[Callable[[Node], OpSpec]], Callable[[Node], OpSpec]]:
-        """Decorator: the function makes the OpSpec of a node, for ops whose factors depend on shapes or arguments."""
+    def builder(
+        self, *ops: Any, pads: bool = False
+    ) -> Callable[[Callable[[Node], OpSpec]], Callable[[Node], OpSpec]]:
+        """Decorator: the function makes the OpSpec of a node, for ops whose factors depend on shapes or arguments.
+
+        `pads=True` marks every factor that may be sharded as `padded`.
+        """
 
         def add(build: Callable[[Node], OpSpec]) -> Callable[[Node], OpSpec]:
             for op in ops:
-                self[op] = OpRule(build, (build.__doc__ or "").strip().split("\n")[0])
+                made = functools.partial(_with_pads, build) if pads else build
+                self[op] = OpRule(made, (build.__doc__ or "").strip().split("\n")[0])
             return build
 
         return add
+
+
+def _with_pads(build: Callable[[Node], OpSpec], node: Node) -> OpSpec:
+    spec = build(node)
+    return replace(spec, padded=frozenset(spec.sizes) - spec.whole)
 
 
 RULES = Registry()
@@ -322,12 +348,16 @@ def apply_text(
     *,
     linear: bool = False,
     flops: bool = False,
+    pads: bool = False,
     complete: str = "",
     addend: str = "",
     lower: Callable[[LocalOp], Lowered] | None = None,
     exchange: Callable[[LocalOp], list[Exchange]] | None = None,
 ) -> OpSpec:
-    """The OpSpec of a node from its rule's line. `flops=True` counts 2 x the product of all factors."""
+    """The OpSpec of a node from its rule's line.
+
+    `flops=True` counts 2 x the product of all factors; `pads=True` marks all that may be sharded as `padded`.
+    """
     sizes: dict[str, int] = {}
     inputs: list[Dims] = []
     addends = set()
@@ -354,6 +384,7 @@ def apply_text(
         flops=total,
         lower=lower,
         exchange=exchange,
+        padded=frozenset(sizes) - rule.whole if pads else frozenset(),
     )
 
 
@@ -403,4 +434,7 @@ def refine(spec: OpSpec, cuts: Mapping[str, tuple[int, ...]]) -> OpSpec:
         outputs=tuple(map(fine, spec.outputs)),
         whole=fine_set(spec.whole),
         complete=fine_set(spec.complete),
+        padded=fine_set(spec.padded) - {g for f in spec.placed for g in names.get(f, (f,))[1:]},
+        placed=fine_set(spec.placed),
+        fills={g: fill for f, fill in spec.fills.items() for g in names.get(f, (f,))},
     )

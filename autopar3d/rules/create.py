@@ -32,6 +32,7 @@ def _local_size(op: LocalOp) -> Lowered:
     aten.new_ones.default,
     aten.new_full.default,
     aten.new_empty.default,
+    pads=True,
 )
 def constant(node: Node) -> OpSpec:
     """-> d0 d1 (new_zeros and the like read nothing of their operand: it may lie anywhere)"""
@@ -93,7 +94,7 @@ RULES.builder(
 )(_made_whole("computed whole"))
 
 
-@RULES.builder(aten.tril.default, aten.triu.default)
+@RULES.builder(aten.tril.default, aten.triu.default, pads=True)
 def triangle(node: Node) -> OpSpec:
     """... m n -> ... m n | m, n"""
     x = operands(node)[0].meta["val"]
@@ -103,7 +104,7 @@ def triangle(node: Node) -> OpSpec:
     return OpSpec(sizes, (dims,), (dims,), whole=whole, linear=x.dtype.is_floating_point)
 
 
-@RULES.builder(aten.broadcast_tensors.default)
+@RULES.builder(aten.broadcast_tensors.default, pads=True)
 def broadcast_tensors(node: Node) -> OpSpec:
     """d0 1, d1 -> d0 d1, d0 d1"""
     out = results(node)[0]

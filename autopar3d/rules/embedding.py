@@ -34,7 +34,15 @@ def embedding(node: Node) -> OpSpec:
     # Gradients scaled by how often a token occurs need all tokens and rows in one place.
     whole = frozenset(sizes) - {"h"} if argument(node, "scale_grad_by_freq") else frozenset()
     inputs = ((("v",), ("h",)), tuple(dims))
-    return OpSpec(sizes, inputs, ((*dims, ("h",)),), whole=whole, lower=_lower_embedding)
+    return OpSpec(
+        sizes,
+        inputs,
+        ((*dims, ("h",)),),
+        whole=whole,
+        padded=frozenset(sizes) - whole,
+        placed=frozenset("v"),
+        lower=_lower_embedding,
+    )
 
 
 def _lower_embedding(op: LocalOp) -> Lowered:
@@ -49,7 +57,7 @@ def _lower_embedding(op: LocalOp) -> Lowered:
     return embedding_part, args, {}
 
 
-@RULES.builder(aten.one_hot.default)
+@RULES.builder(aten.one_hot.default, pads=True)
 def one_hot(node: Node) -> OpSpec:
     """... -> ... c | c"""
     ids = operands(node)[0].meta["val"]
@@ -66,7 +74,7 @@ def one_hot(node: Node) -> OpSpec:
     )
 
 
-@RULES.builder(aten.index_select.default)
+@RULES.builder(aten.index_select.default, pads=True)
 def index_select(node: Node) -> OpSpec:
     """d0 d1, k -> d0 k, the indexed dim whole"""
     x, index = (o.meta["val"] for o in operands(node))

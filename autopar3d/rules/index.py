@@ -47,7 +47,7 @@ def _aligned(shape: tuple[int, ...], full: tuple[int, ...], dims: Dims) -> Dims:
     return tuple(dims[lead + i] if n == full[lead + i] else () for i, n in enumerate(shape))
 
 
-@RULES.builder(aten.index.Tensor)
+@RULES.builder(aten.index.Tensor, pads=True)
 def index(node: Node) -> OpSpec:
     """d0 d1, k -> k d1, the indexed dims whole (masks: all whole)"""
     found = _index_factors(node)
@@ -63,7 +63,7 @@ def fill_where(x: Tensor, mask: Tensor, value: Tensor) -> Tensor:
     return torch.where(wide, value.reshape([]), x)
 
 
-@RULES.builder(aten.index_put.default)
+@RULES.builder(aten.index_put.default, pads=True)
 def index_put(node: Node) -> OpSpec:
     """d0 d1, k, k d1 -> d0 d1 | d0, k; one value under a mask: every dim may be sharded"""
     x, values = _val(node.args[0]), _val(argument(node, "values"))
@@ -110,7 +110,7 @@ def _shared(node: Node, tensors: list[Tensor], at: int) -> tuple[dict[str, int],
     return sizes, [tuple(d) for d in found], whole
 
 
-@RULES.builder(aten.gather.default)
+@RULES.builder(aten.gather.default, pads=True)
 def gather(node: Node) -> OpSpec:
     """d0 d1, d0 k -> d0 k | d1"""
     x, places = _val(argument(node, "self")), _val(argument(node, "index"))
@@ -122,7 +122,7 @@ def gather(node: Node) -> OpSpec:
     return OpSpec(sizes, (dims, out), (out,), whole=frozenset(whole - {f"d{at}_1"}))
 
 
-@RULES.builder(aten.take_along_dim.default)
+@RULES.builder(aten.take_along_dim.default, pads=True)
 def take_along_dim(node: Node) -> OpSpec:
     """d0 d1, d0 k -> d0 k | d1 (broadcasting)"""
     x, places, out = _val(argument(node, "self")), _val(argument(node, "indices")), results(node)[0]
@@ -150,6 +150,7 @@ def take_along_dim(node: Node) -> OpSpec:
     aten.index_copy.default,
     aten.index_fill.int_Scalar,
     aten.index_fill.int_Tensor,
+    pads=True,
 )
 def scatter(node: Node) -> OpSpec:
     """d0 d1, d0 k, d0 k -> d0 d1 | d1, k"""
@@ -177,7 +178,7 @@ def scatter(node: Node) -> OpSpec:
 # -- other ---------------------------------------------------------------------------------------------------
 
 
-@RULES.builder(aten.bucketize.Tensor, aten.isin.Tensor_Tensor)
+@RULES.builder(aten.bucketize.Tensor, aten.isin.Tensor_Tensor, pads=True)
 def lookup(node: Node) -> OpSpec:
     """..., t -> ... | t"""
     x, table = (_val(o) for o in operands(node))
@@ -187,7 +188,7 @@ def lookup(node: Node) -> OpSpec:
     return OpSpec(sizes | own, (dims, tuple((f,) for f in own)), (dims,), whole=frozenset(own))
 
 
-@RULES.builder(aten.glu.default)
+@RULES.builder(aten.glu.default, pads=True)
 def glu(node: Node) -> OpSpec:
     """(o r) -> r: both halves keep their part of r"""
     x = operands(node)[0].meta["val"]
@@ -198,7 +199,7 @@ def glu(node: Node) -> OpSpec:
     return OpSpec(sizes, (before,), (after,), whole=frozenset("o"))
 
 
-@RULES.builder(aten.cosine_similarity.default)
+@RULES.builder(aten.cosine_similarity.default, pads=True)
 def cosine_similarity(node: Node) -> OpSpec:
     """d0 d1, d0 d1 -> d0 | d1 (broadcasting)"""
     tensors = [_val(o) for o in operands(node)]
@@ -210,7 +211,7 @@ def cosine_similarity(node: Node) -> OpSpec:
     return OpSpec(sizes, inputs, (tuple(d for i, d in enumerate(dims) if i != at),), whole=frozenset({f"d{at}"}))
 
 
-@RULES.builder(aten.diagonal.default, aten.unfold.default)
+@RULES.builder(aten.diagonal.default, aten.unfold.default, pads=True)
 def reshaped(node: Node) -> OpSpec:
     """d0 d1 d2 -> d0 n, the named dims whole"""
     x, out = operands(node)[0].meta["val"], results(node)[0]

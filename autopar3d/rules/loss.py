@@ -42,6 +42,15 @@ def scaled_loss(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any], count: i
     return op(*args, **kwargs) / count
 
 
+_NONE_AT_ZERO = {
+    aten.mse_loss.default,
+    aten.l1_loss.default,
+    aten.smooth_l1_loss.default,
+    aten.huber_loss.default,
+    aten.binary_cross_entropy.default,
+}
+
+
 @RULES.builder(
     aten.mse_loss.default,
     aten.l1_loss.default,
@@ -63,15 +72,25 @@ def elementwise_loss(node: Node) -> OpSpec:
     sizes = {f"d{i}": int(n) for i, n in enumerate(shape)}
     inputs = tuple(broadcast_dims(t, full) for t in tensors)
     reduced = argument(node, "reduction") != NONE
-    return OpSpec(sizes, inputs, (() if reduced else broadcast_dims(full, full),), lower=_lower_elementwise)
+    # Two zeros are no loss, unless they are logits or the loss is measured against a margin.
+    zero = node.target in _NONE_AT_ZERO
+    fills = {f: tuple((k, 0.0) for k, dims in enumerate(inputs) if (f,) in dims) for f in sizes} if reduced else {}
+    return OpSpec(
+        sizes,
+        inputs,
+        (() if reduced else broadcast_dims(full, full),),
+        lower=_lower_elementwise,
+        padded=frozenset(sizes) if zero or not reduced else frozenset(),
+        fills=fills,
+    )
 
 
 def _lower_elementwise(op: LocalOp) -> Lowered:
-    cut = any(op.axes_of.get(f) for f in op.spec.sizes)
+    cut = any(op.axes_of.get(f) for f in op.spec.sizes) or op.spec.true
     if not cut or argument(op.node, "reduction") != MEAN:
         return op.node.target, op.args, dict(op.kwargs)
     target, args, kwargs = again(op, reduction=SUM)
-    return scaled_loss, (target, args, kwargs, math.prod(op.spec.sizes.values())), {}
+    return scaled_loss, (target, args, kwargs, math.prod({**op.spec.sizes, **op.spec.true}.values())), {}
 
 
 # -- class losses --------------------------------------------------------------------------------------------
@@ -204,6 +223,9 @@ def class_loss(node: Node) -> OpSpec:
         inputs.append((("w",),))
     out = rows if argument(node, "reduction") == NONE else ()
     cross = node.target is aten.cross_entropy_loss.default
+    smooth = len(tensors) > 2 or (cross and float(argument(node, "label_smoothing")) > 0)
+    ignored = float(argument(node, "ignore_index"))
+    fills = {f: ((1, ignored),) for (f,) in rows} | {"c": ((0, -math.inf if cross else 0.0),)}
     return OpSpec(
         sizes,
         tuple(inputs),
@@ -212,6 +234,9 @@ def class_loss(node: Node) -> OpSpec:
         complete=frozenset("c") if cross else frozenset(),
         lower=_lower_cross_entropy if cross else _lower_nll,
         exchange=_exchange_class_loss,
+        padded=frozenset() if probabilities else frozenset(sizes) - whole - ({"c"} if smooth else set()),
+        placed=frozenset("c"),
+        fills=fills,
     )
 
 

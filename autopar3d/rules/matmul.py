@@ -11,16 +11,16 @@ from .core import RULES, Dims, LocalOp, Lowered, OpSpec, argument, operands, res
 
 aten = torch.ops.aten
 
-RULES.rule(aten.mm.default, text="m k, k n -> m n", flops=True)
-RULES.rule(aten.bmm.default, text="b m k, b k n -> b m n", flops=True)
-RULES.rule(aten.mv.default, text="m k, k -> m", flops=True)
-RULES.rule(aten.dot.default, text="k, k ->", flops=True)
-RULES.rule(aten.outer.default, text="m, n -> m n")
-RULES.rule(aten.linear.default, text="... k, n k, n? -> ... n", flops=True, addend="bias")
-RULES.rule(aten.bilinear.default, text="... i, ... j, n i j, n? -> ... n", flops=True, addend="bias")
+RULES.rule(aten.mm.default, text="m k, k n -> m n", flops=True, pads=True)
+RULES.rule(aten.bmm.default, text="b m k, b k n -> b m n", flops=True, pads=True)
+RULES.rule(aten.mv.default, text="m k, k -> m", flops=True, pads=True)
+RULES.rule(aten.dot.default, text="k, k ->", flops=True, pads=True)
+RULES.rule(aten.outer.default, text="m, n -> m n", pads=True)
+RULES.rule(aten.linear.default, text="... k, n k, n? -> ... n", flops=True, addend="bias", pads=True)
+RULES.rule(aten.bilinear.default, text="... i, ... j, n i j, n? -> ... n", flops=True, addend="bias", pads=True)
 
 
-@RULES.builder(aten.addmm.default, aten.baddbmm.default)
+@RULES.builder(aten.addmm.default, aten.baddbmm.default, pads=True)
 def addmm(node: Node) -> OpSpec:
     """bias + m k @ k n -> m n (bias broadcasts)"""
     bias, a, b = (o.meta["val"] for o in operands(node))
@@ -35,7 +35,7 @@ def addmm(node: Node) -> OpSpec:
     return OpSpec(sizes, inputs, (out,), addends=frozenset({0}), flops=2.0 * math.prod(sizes.values()))
 
 
-@RULES.builder(aten.matmul.default)
+@RULES.builder(aten.matmul.default, pads=True)
 def matmul(node: Node) -> OpSpec:
     """... m k, ... k n -> ... m n (a vector operand lacks m or n; batch dims broadcast)"""
     a, b = (o.meta["val"] for o in operands(node))
@@ -67,7 +67,7 @@ def matmul(node: Node) -> OpSpec:
     return OpSpec(sizes, inputs, (output,), flops=2.0 * math.prod(sizes.values()))
 
 
-@RULES.builder(aten.einsum.default)
+@RULES.builder(aten.einsum.default, pads=True)
 def einsum(node: Node) -> OpSpec:
     """an equation is its own rule"""
     equation = argument(node, "equation").replace(" ", "")

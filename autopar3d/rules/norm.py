@@ -123,7 +123,13 @@ def row_norm(node: Node) -> OpSpec:
     inputs = (tuple(dims + tail), *(tuple(tail) for _ in operands(node)[1:]))
     outputs = (tuple(dims + tail), *(stats for _ in results(node)[1:]))
     return OpSpec(
-        sizes, inputs, outputs, complete=frozenset(hidden), lower=_lower_row_norm, exchange=_exchange_row_norm
+        sizes,
+        inputs,
+        outputs,
+        complete=frozenset(hidden),
+        lower=_lower_row_norm,
+        exchange=_exchange_row_norm,
+        padded=frozenset(f for (f,) in dims),
     )
 
 
@@ -161,7 +167,7 @@ def _exchange_row_norm(op: LocalOp) -> list[Exchange]:
 # -- group_norm, instance_norm -------------------------------------------------------------------------------
 
 
-@RULES.builder(aten.group_norm.default, aten.native_group_norm.default)
+@RULES.builder(aten.group_norm.default, aten.native_group_norm.default, pads=True)
 def group_norm(node: Node) -> OpSpec:
     """n (g c) ..., (g c)?, (g c)? -> n (g c) ... (and n g, n g) | c, ..."""
     x = operands(node)[0].meta["val"]
@@ -184,7 +190,7 @@ def _lower_group_norm(op: LocalOp) -> Lowered:
     return again(op, N=n, C=c, group=op.local("g"))
 
 
-@RULES.builder(aten.instance_norm.default)
+@RULES.builder(aten.instance_norm.default, pads=True)
 def instance_norm(node: Node) -> OpSpec:
     """n c ..., c?, c? -> n c ... | ... (whole with running statistics, which mix the rows of a batch)"""
     if argument(node, "running_mean") is not None:

@@ -67,7 +67,7 @@ def pointwise(node: Node) -> OpSpec:
     tensors = [o.meta["val"] for o in operands(node)]
     inputs = tuple(broadcast_dims(t, out) for t in tensors)
     output = broadcast_dims(out, out)
-    return OpSpec(sizes, inputs, (output,) * len(results(node)), linear=_is_linear(node, tensors))
+    return OpSpec(sizes, inputs, (output,) * len(results(node)), linear=_is_linear(node, tensors), padded=frozenset(sizes))
 
 
 def _is_linear(node: Node, tensors: list[torch.Tensor]) -> bool:
@@ -81,7 +81,7 @@ def _is_linear(node: Node, tensors: list[torch.Tensor]) -> bool:
     return node.target in _ADDITIVE
 
 
-@RULES.builder(aten.prelu.default)
+@RULES.builder(aten.prelu.default, pads=True)
 def prelu(node: Node) -> OpSpec:
     """n c ..., c -> n c ... (one slope a channel, or one for all)"""
     x, weight = (o.meta["val"] for o in operands(node))

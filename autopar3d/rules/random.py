@@ -45,24 +45,31 @@ def drawn(node: Node) -> OpSpec:
     """key -> d0 d1"""
     sizes = {"key": 2} | {f"d{i}": int(n) for i, n in enumerate(results(node)[0].shape)}
     dims = tuple((f,) for f in sizes if f != "key")
-    return OpSpec(sizes, ((("key",),),), (dims,), whole=frozenset({"key"}), lower=_lower_draw)
+    return OpSpec(
+        sizes,
+        ((("key",),),),
+        (dims,),
+        whole=frozenset({"key"}),
+        padded=frozenset(sizes) - {"key"},
+        lower=_lower_draw,
+    )
 
 
 def _lower_draw(op: LocalOp) -> Lowered:
-    if not any(op.axes_of.values()):
+    if not any(op.axes_of.values()) and not op.spec.true:
         return op.node.target, op.args, dict(op.kwargs)
     size: list[int] = []
     strides: list[int] = []
     axes: list[tuple[str, int]] = []
     stride = 1
     for factor in reversed(op.spec.atoms(op.spec.outputs[0])):
-        whole = local = op.spec.sizes[factor]
+        local = op.spec.sizes[factor]
         for axis in op.axes_of.get(factor, ()):
             local //= op.grid.axis_size(axis)
             axes.append((op.grid.alias(axis), local * stride))
         size.insert(0, local)
         strides.insert(0, stride)
-        stride *= whole
+        stride *= op.spec.true.get(factor, op.spec.sizes[factor])
     key, number, what, p, shape, dtype, device = op.args
     width = row_width(shape)
     return draw_part, (key, number, what, p, size, dtype, device, width, strides, axes, list(op.out_shape())), {}
@@ -88,7 +95,7 @@ def dropped(x: Tensor, keep: Tensor, scale: float) -> Tensor:
     return _Dropped.apply(x, keep, scale)
 
 
-@RULES.builder(aten.native_dropout_backward.default)
+@RULES.builder(aten.native_dropout_backward.default, pads=True)
 def dropout(node: Node) -> OpSpec:
     """d0 d1, d0 d1 -> d0 d1"""
     return replace(pointwise(node), lower=_lower_dropout)

@@ -51,13 +51,13 @@ def mean_part(x: Tensor, dims: list[int], keepdim: bool, dtype: torch.dtype, cou
     return (total / count).to(dtype)
 
 
-@RULES.builder(aten.sum.default, aten.sum.dim_IntList)
+@RULES.builder(aten.sum.default, aten.sum.dim_IntList, pads=True)
 def sum_(node: Node) -> OpSpec:
     """d0 d1 -> d0 (partial over a sharded d1)"""
     return _spec(node, linear=_keeps_dtype(node))
 
 
-@RULES.builder(aten.mean.default, aten.mean.dim)
+@RULES.builder(aten.mean.default, aten.mean.dim, pads=True)
 def mean(node: Node) -> OpSpec:
     """d0 d1 -> d0 (partial over a sharded d1: local sum over global count)"""
     return _spec(node, linear=_keeps_dtype(node), lower=_lower_mean)
@@ -70,7 +70,7 @@ def _keeps_dtype(node: Node) -> bool:
 
 def _lower_mean(op: LocalOp) -> Lowered:
     factors = _factors(op)
-    if not op.axes(*factors):
+    if not op.axes(*factors) and not any(f in op.spec.true for name in factors for f in op.pieces(name)):
         return op.node.target, op.args, dict(op.kwargs)
     count = math.prod(op.size(f) for f in factors)
     how = (_reduced(op.node), bool(argument(op.node, "keepdim")), results(op.node)[0].dtype, count)
@@ -119,7 +119,9 @@ def spread(node: Node) -> OpSpec:
     """d0 d1 -> d0: over a sharded d1 sums are exchanged; the result is complete"""
     spec = _spec(node)
     complete = frozenset(f"d{i}" for i in _reduced(node))
-    how: dict[str, Any] = {"complete": complete, "lower": _lower_spread, "exchange": _exchange_spread}
+    padded = frozenset(spec.sizes) - complete
+    how: dict[str, Any] = {"lower": _lower_spread, "exchange": _exchange_spread, "padded": padded}
+    how["complete"] = complete
     return OpSpec(spec.sizes, spec.inputs, spec.outputs, **how)
 
 
@@ -149,7 +151,8 @@ def length(node: Node) -> OpSpec:
     gone = frozenset(f"d{i}" for i in _reduced(node))
     if argument(node, "ord") != 2:
         return _spec(node, whole=gone)
-    return _spec(node, complete=gone, lower=_lower_length, exchange=_exchange_length)
+    how = {"padded": frozenset(_spec(node).sizes), "fills": {f: ((0, 0.0),) for f in gone}}
+    return _spec(node, complete=gone, lower=_lower_length, exchange=_exchange_length, **how)
 
 
 def _lower_length(op: LocalOp) -> Lowered:
@@ -195,6 +198,7 @@ def _exchange_length(op: LocalOp) -> list[Exchange]:
     aten.count_nonzero.dim_IntList,
     aten.norm.Scalar,
     aten.norm.ScalarOpt_dim,
+    pads=True,
 )
 def selection(node: Node) -> OpSpec:
     """d0 d1 -> d0, the reduced dims whole"""
@@ -212,6 +216,7 @@ def selection(node: Node) -> OpSpec:
     aten.argsort.default,
     aten.argsort.stable,
     aten.topk.default,
+    pads=True,
 )
 def scan(node: Node) -> OpSpec:
     """d0 d1 -> d0 d1, the scanned or sorted dim whole"""

@@ -54,7 +54,16 @@ def softmax(node: Node) -> OpSpec:
     x = operands(node)[0].meta["val"]
     sizes = {f"d{i}": int(n) for i, n in enumerate(x.shape)}
     dims = tuple((f,) for f in sizes)
-    return OpSpec(sizes, (dims,), (dims,), lower=_lower_softmax, exchange=_exchange_softmax)
+    fills = {f"d{int(argument(node, 'dim')) % len(dims)}": ((0, -math.inf),)} if dims else {}
+    return OpSpec(
+        sizes,
+        (dims,),
+        (dims,),
+        lower=_lower_softmax,
+        exchange=_exchange_softmax,
+        padded=frozenset(sizes),
+        fills=fills,
+    )
 
 
 def _along(op: LocalOp) -> str | None:
@@ -95,6 +104,8 @@ def logsumexp(node: Node) -> OpSpec:
         complete=frozenset(f"d{i}" for i in gone),
         lower=_lower_logsumexp,
         exchange=_exchange_logsumexp,
+        padded=frozenset(sizes),
+        fills={f"d{i}": ((0, -math.inf),) for i in gone},
     )
 
 

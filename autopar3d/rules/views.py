@@ -33,6 +33,7 @@ def _local_reshape(op: LocalOp) -> Lowered:
     aten.unflatten.int,
     aten.view_as.default,
     aten.reshape_as.default,
+    pads=True,
 )
 def reshape(node: Node) -> OpSpec:
     """(a b) c -> a (b c): common factors of both shapes; a group that does not line up stays whole"""
@@ -118,7 +119,7 @@ def _named(shape: Sequence[int]) -> tuple[dict[str, int], list[tuple[str, ...]]]
     return {f"d{i}": int(n) for i, n in enumerate(shape)}, [(f"d{i}",) for i in range(len(shape))]
 
 
-@RULES.builder(aten.permute.default, aten.transpose.int, aten.t.default, aten.movedim.int, aten.numpy_T.default)
+@RULES.builder(aten.permute.default, aten.transpose.int, aten.t.default, aten.movedim.int, aten.numpy_T.default, pads=True)
 def permute(node: Node) -> OpSpec:
     """d0 d1 d2 -> d2 d0 d1"""
     x, out = operands(node)[0].meta["val"], results(node)[0]
@@ -143,7 +144,7 @@ def _local_expand(op: LocalOp) -> Lowered:
     return aten.expand.default, (op.args[0], list(op.out_shape())), {}
 
 
-@RULES.builder(aten.expand.default, aten.expand_as.default, aten.broadcast_to.default)
+@RULES.builder(aten.expand.default, aten.expand_as.default, aten.broadcast_to.default, pads=True)
 def expand(node: Node) -> OpSpec:
     """1 d1 -> d0 d1"""
     x, out = operands(node)[0].meta["val"], results(node)[0]
@@ -154,7 +155,7 @@ def expand(node: Node) -> OpSpec:
     return OpSpec(sizes, inputs, (tuple(dims),), linear=len(inputs) == 1, lower=_local_expand)
 
 
-@RULES.builder(aten.slice.Tensor)
+@RULES.builder(aten.slice.Tensor, pads=True)
 def slice_(node: Node) -> OpSpec:
     """(o r) -> r when the slice is one of equal chunks; else the dim stays whole"""
     x, out = operands(node)[0].meta["val"], results(node)[0]
@@ -186,7 +187,7 @@ def _local_slice(op: LocalOp) -> Lowered:
     return aten.slice.Tensor, (op.args[0], dim, chunk * op.local("r"), (chunk + 1) * op.local("r")), {}
 
 
-@RULES.builder(aten.select.int)
+@RULES.builder(aten.select.int, pads=True)
 def select(node: Node) -> OpSpec:
     """d0 d1 -> d1, the chosen dim whole"""
     x = operands(node)[0].meta["val"]
@@ -196,7 +197,7 @@ def select(node: Node) -> OpSpec:
     return OpSpec(sizes, (tuple(dims),), (outputs,), whole=frozenset({f"d{dim}"}), linear=True)
 
 
-@RULES.builder(aten.split.Tensor, aten.split_with_sizes.default, aten.chunk.default)
+@RULES.builder(aten.split.Tensor, aten.split_with_sizes.default, aten.chunk.default, pads=True)
 def split(node: Node) -> OpSpec:
     """(o r) -> r, r, ... for equal parts; else the dim stays whole"""
     x, outs = operands(node)[0].meta["val"], results(node)
@@ -222,7 +223,7 @@ def _local_split(op: LocalOp) -> Lowered:
     return aten.split_with_sizes.default, (op.args[0], [op.local("r")] * op.size("o"), dim), {}
 
 
-@RULES.builder(aten.unbind.int)
+@RULES.builder(aten.unbind.int, pads=True)
 def unbind(node: Node) -> OpSpec:
     """d0 d1 -> d1, d1, ..., the chosen dim whole"""
     x = operands(node)[0].meta["val"]
@@ -232,7 +233,7 @@ def unbind(node: Node) -> OpSpec:
     return OpSpec(sizes, (tuple(dims),), (one,) * len(results(node)), frozenset({f"d{dim}"}), linear=True)
 
 
-@RULES.builder(aten.cat.default)
+@RULES.builder(aten.cat.default, pads=True)
 def cat(node: Node) -> OpSpec:
     """r, r -> (o r) for equal parts; else the dim stays whole"""
     tensors = [o.meta["val"] for o in operands(node)]
@@ -259,7 +260,7 @@ def cat(node: Node) -> OpSpec:
     return OpSpec(sizes, tuple(inputs), (tuple(outputs),), whole, linear=True)
 
 
-@RULES.builder(aten.stack.default)
+@RULES.builder(aten.stack.default, pads=True)
 def stack(node: Node) -> OpSpec:
     """d0 d1, d0 d1 -> o d0 d1, the new dim whole"""
     out = results(node)[0]
@@ -269,7 +270,7 @@ def stack(node: Node) -> OpSpec:
     return OpSpec(sizes, (one,) * len(operands(node)), (tuple(dims),), whole=frozenset({f"d{dim}"}), linear=True)
 
 
-@RULES.builder(aten.flip.default, aten.roll.default)
+@RULES.builder(aten.flip.default, aten.roll.default, pads=True)
 def flip(node: Node) -> OpSpec:
     """d0 d1 -> d0 d1, the moved dims whole"""
     x = operands(node)[0].meta["val"]
@@ -279,7 +280,7 @@ def flip(node: Node) -> OpSpec:
     return OpSpec(sizes, (tuple(dims),), (tuple(dims),), whole, linear=True)
 
 
-@RULES.builder(aten.repeat.default)
+@RULES.builder(aten.repeat.default, pads=True)
 def repeat(node: Node) -> OpSpec:
     """d -> (o d): tiles"""
     x, out = operands(node)[0].meta["val"], results(node)[0]
@@ -306,7 +307,7 @@ def _local_repeat(op: LocalOp) -> Lowered:
     return aten.repeat.default, (op.args[0], [o // i for o, i in zip(op.out_shape(), inner, strict=True)]), {}
 
 
-@RULES.builder(aten.repeat_interleave.self_int)
+@RULES.builder(aten.repeat_interleave.self_int, pads=True)
 def repeat_interleave(node: Node) -> OpSpec:
     """d -> (d o): each element several times in a row"""
     x, out = operands(node)[0].meta["val"], results(node)[0]

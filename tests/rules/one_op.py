@@ -123,12 +123,16 @@ class OneOp:
     def _numbered(self, leaves: list[Tensor]) -> Iterator[tuple[int, tuple[Tensor, Tensor]]]:
         return enumerate(zip(leaves, self.inputs, strict=True))
 
-    def strategies(self, grid: Grid) -> list[Strategy]:
-        return strategies(self.spec, grid)
+    def strategies(self, grid: Grid, factors: Factors | None = None) -> list[Strategy]:
+        return strategies((factors or self.factors).specs[self.node], grid)
 
-    def check(self, grid: Grid, strategy: Strategy) -> None:
-        """Results and gradients are the plain op's on every rank; what is exchanged is what the rule says."""
-        values = self.factors.values
+    def check(self, grid: Grid, strategy: Strategy, factors: Factors | None = None) -> None:
+        """Results and gradients are the plain op's on every rank; what is exchanged is what the rule says.
+
+        `factors`: with some of them padded.
+        """
+        factors = factors or self.factors
+        values = factors.values
         graph = self.program.graph.graph
         by_name = {n.name: n for n in graph.nodes}
 
@@ -143,7 +147,7 @@ class OneOp:
             {},
             tuple(whole(by_name[r.node]) for r in self.program.results),  # type: ignore[index]
         )
-        local = rewrite(self.program, self.factors, decisions, regather="none")
+        local = rewrite(self.program, factors, decisions, regather="none")
         parts = differentiate(local, self.arrive, self.needs, seeds=self.flows)
         outs = run_lockstep(parts.forward, grid, [[t] * grid.size for t in self.arrive])
         n = len(self.results)

@@ -12,6 +12,7 @@ import random
 import pytest
 
 from autopar3d.grid import Grid
+from autopar3d.padding import classes, pad
 from autopar3d.rules import RULES
 from autopar3d.strategies import Strategy
 
@@ -60,3 +61,37 @@ def test_rule(number: int) -> None:
 @pytest.mark.parametrize("number", range(len(SAMPLES)), ids=lambda i: f"{_name(SAMPLES[i])}-{i}")
 def test_rule_at_length(number: int) -> None:
     _prove(SAMPLES[number], SLOW_LIMIT)
+
+
+# -- sizes that the grid does not divide -----------------------------------------------------------------------------
+
+
+def _prove_padded(sample: Sample, limit: int) -> None:
+    """With all factors longer that may be, and where there is time with each of them alone."""
+    one, grid = OneOp(sample), Grid(2, 2, 1)
+    lengths = {c: (c.length // grid.size + 1) * grid.size for c in classes(one.factors) if c.length > 1}
+    if not lengths:
+        return
+    alone = [{c: n} for c, n in lengths.items()] if limit > LIMIT else []
+    for way in [lengths, *alone]:
+        factors = pad(one.factors, way)
+        spec = factors.specs[one.node]
+        found = one.strategies(grid, factors)
+        sharded = [s for s in found if any(f in spec.true for f, _ in s.assigned)]
+        nested = [s for s in sharded if any(f in spec.true and len(axes) > 1 for f, axes in s.assigned)]
+        for strategy in [*nested[-1:], *([found[0], *sharded[: limit - 2]] if limit > LIMIT else [])]:
+            try:
+                one.check(grid, strategy, factors)
+            except Exception as error:
+                raise AssertionError(f"{sample.op} with {dict(spec.true)} padded, {strategy}: {error}") from error
+
+
+@pytest.mark.parametrize("number", range(len(SAMPLES)), ids=lambda i: f"{_name(SAMPLES[i])}-{i}")
+def test_pads_do_not_leak(number: int) -> None:
+    _prove_padded(SAMPLES[number], LIMIT)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("number", range(len(SAMPLES)), ids=lambda i: f"{_name(SAMPLES[i])}-{i}")
+def test_pads_do_not_leak_at_length(number: int) -> None:
+    _prove_padded(SAMPLES[number], 8)
