@@ -100,7 +100,7 @@ class _Accountant:
             repeated=self._repeated(),
             without_rule={op: len(nodes) for op, nodes in self.factors.without_rule.items()},
             hash=self._hash(),
-            notes=self.program.notes,
+            notes=(*self.program.notes, *self._padded()),
         )
 
     def _graphs(self) -> list[GraphModule]:
@@ -242,7 +242,21 @@ class _Accountant:
     def _all_flops(self) -> float:
         """FLOPs of the whole step, all ranks together, when no work is done twice."""
         specs = self.factors.specs.items()
-        return sum(s.flops * (1.0 + self._backward_share(n, s)) for n, s in specs if s.flops)
+        return sum(_true_flops(s) * (1.0 + self._backward_share(n, s)) for n, s in specs if s.flops)
+
+    def _padded(self) -> list[str]:
+        """A note per length that was made longer, with the heavy ops that have it."""
+        where: dict[tuple[int, int], list[str]] = {}
+        for node, spec in self.factors.specs.items():
+            for f, n in spec.true.items():
+                modules = where.setdefault((n, spec.sizes[f]), [])
+                if spec.flops:
+                    modules.append(module_path(node) or "(model)")
+        notes = []
+        for (n, longer), modules in where.items():
+            names = ", ".join(dict.fromkeys(modules)) or "no matmul"
+            notes.append(f"the grid does not divide {n}: padded to {longer} ({longer / n - 1:.1%} more) in {names}")
+        return notes
 
     def _outputs(self) -> tuple[OutputPlan, ...]:
         found = []
@@ -342,6 +356,11 @@ def saved_bytes(forward: GraphModule, results: int) -> int:
 
 def _storage(val: Tensor) -> int:
     return val.untyped_storage()._cdata
+
+
+def _true_flops(spec: OpSpec) -> float:
+    """Without the work on pads."""
+    return spec.flops / math.prod(spec.sizes[f] / n for f, n in spec.true.items())
 
 
 def _sent(movements: Iterable[Movement]) -> tuple[Sent, ...]:

@@ -174,9 +174,7 @@ class Registry(dict[Any, OpRule]):
         for op in ops:
             self[op] = OpRule(functools.partial(_apply, parsed, how), text)
 
-    def builder(
-        self, *ops: Any, pads: bool = False
-    ) -> Callable[[Callable[[Node], OpSpec]], Callable[[Node], OpSpec]]:
+    def builder(self, *ops: Any, pads: bool = False) -> Callable[[Callable[[Node], OpSpec]], Callable[[Node], OpSpec]]:
         """Decorator: the function makes the OpSpec of a node, for ops whose factors depend on shapes or arguments.
 
         `pads=True` marks every factor that may be sharded as `padded`.

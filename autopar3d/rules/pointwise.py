@@ -67,7 +67,9 @@ def pointwise(node: Node) -> OpSpec:
     tensors = [o.meta["val"] for o in operands(node)]
     inputs = tuple(broadcast_dims(t, out) for t in tensors)
     output = broadcast_dims(out, out)
-    return OpSpec(sizes, inputs, (output,) * len(results(node)), linear=_is_linear(node, tensors), padded=frozenset(sizes))
+    return OpSpec(
+        sizes, inputs, (output,) * len(results(node)), linear=_is_linear(node, tensors), padded=frozenset(sizes)
+    )
 
 
 def _is_linear(node: Node, tensors: list[torch.Tensor]) -> bool:

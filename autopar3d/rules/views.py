@@ -119,7 +119,9 @@ def _named(shape: Sequence[int]) -> tuple[dict[str, int], list[tuple[str, ...]]]
     return {f"d{i}": int(n) for i, n in enumerate(shape)}, [(f"d{i}",) for i in range(len(shape))]
 
 
-@RULES.builder(aten.permute.default, aten.transpose.int, aten.t.default, aten.movedim.int, aten.numpy_T.default, pads=True)
+@RULES.builder(
+    aten.permute.default, aten.transpose.int, aten.t.default, aten.movedim.int, aten.numpy_T.default, pads=True
+)
 def permute(node: Node) -> OpSpec:
     """d0 d1 d2 -> d2 d0 d1"""
     x, out = operands(node)[0].meta["val"], results(node)[0]
