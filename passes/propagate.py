@@ -136,7 +136,7 @@ class _Planner:
         self.kinds: dict[Node, int] = {}  # op -> the number of its kind
         self.partial: dict[Node, bool] = {}  # value -> whether it may be a partial sum
         self.placements: dict[Any, list[State]] = {}
-        self.stored: dict[Any, list[State]] = {}  # a parameter's dims -> its placements
+        self.stored: dict[Any, list[State]] = {}  # a parameter's shape -> its placements
         self.prices: dict[Any, np.ndarray] = {}
         self.held: dict[Any, np.ndarray] = {}  # a kind of shared copy -> ties of its placements
         self.zeros: dict[int, np.ndarray] = {}  # costs of a vertex without any, by number of states
@@ -251,9 +251,9 @@ class _Planner:
         elif self.arguments[node.name].kind != "parameter":  # an input whose gradient the user wants whole
             self.options[vertex] = [State(((),) * len(value.atoms))]
         else:
-            if value.dims not in self.stored:
-                self.stored[value.dims] = storages(value, self.grid)
-            self.options[vertex] = self.stored[value.dims]
+            if value not in self.stored:
+                self.stored[value] = storages(value, self.grid)
+            self.options[vertex] = self.stored[value]
         options = self.options[vertex]
         self.problem.vertex(vertex, self._nothing(len(options)))
 

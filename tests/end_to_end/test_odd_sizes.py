@@ -11,7 +11,7 @@ from unittest import mock
 import pytest
 import torch
 import torch.nn.functional as F
-from hypothesis import HealthCheck, Phase, given, settings
+from hypothesis import HealthCheck, Phase, example, given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
@@ -71,17 +71,20 @@ def padded_whatever_it_costs() -> Any:
 
 
 @pytest.mark.parametrize("force", [False, True])
-@settings(max_examples=6, deadline=None, phases=[Phase.generate], suppress_health_check=list(HealthCheck))
+@settings(
+    max_examples=6, deadline=None, phases=[Phase.explicit, Phase.generate], suppress_health_check=list(HealthCheck)
+)
 @given(
     sizes=st.tuples(*(st.integers(1, 9) for _ in range(6))),
     grid=st.sampled_from([(2, 2, 2), (1, 2, 4), (2, 3, 1), (3, 1, 1)]),
 )
+@example(sizes=(4, 1, 1, 1, 3, 4), grid=(2, 3, 1))
 def test_any_size_trains_like_one_device(force: bool, sizes: tuple[int, ...], grid: tuple[int, int, int]) -> None:
     batch, length, vocabulary, heads, width, hidden = sizes
     vocabulary += 1
-    example = tokens(batch, length, vocabulary)
+    ids = tokens(batch, length, vocabulary)
     with padded_whatever_it_costs() if force else nullcontext():
-        assert_trains_like_one_device(make(vocabulary, heads, width, hidden), example, grid, steps=2)
+        assert_trains_like_one_device(make(vocabulary, heads, width, hidden), ids, grid, steps=2)
 
 
 class Rows(nn.Module):
