@@ -102,6 +102,23 @@ def to_dtensor(local: torch.Tensor, layout: Layout, shape: Sequence[int], grid: 
     return DTensor.from_local(local, mesh, placements(layout, grid), run_check=False, shape=size, stride=stride)
 
 
+def local(tensor: DTensor) -> torch.Tensor:
+    """This rank's piece, outside of autograd: `to_local` without what it does for gradients."""
+    return tensor._local_tensor
+
+
+def like_parameter(piece: torch.Tensor, parameter: DTensor) -> DTensor:
+    """A gradient: the DTensor with shape, mesh and placements of a parameter whose piece on this rank is `piece`.
+
+    Made without `from_local`'s checks, which would cost something for each parameter at every step. It shares the
+    parameter's description, so that an optimizer's ops soon find the two equal.
+
+    Args:
+        piece: of the shape of the parameter's own; no gradient flows through the result.
+    """
+    return DTensor(piece, parameter._spec, requires_grad=False)
+
+
 def to_local(tensor: DTensor, layout: Layout, grid: Grid) -> torch.Tensor:
     """This rank's buffer, padded as `Layout.local_shape` says; the same memory where nothing is padded."""
     local = tensor.to_local()

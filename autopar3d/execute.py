@@ -16,7 +16,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.fx import GraphModule
 
-from .dtensor import placements, to_dtensor
+from .dtensor import like_parameter, local, placements, to_dtensor
 from .errors import StateError
 from .grid import Grid
 from .layout import Layout
@@ -165,9 +165,8 @@ def _refuse_changes(step: Step, before: Sequence[int], now: Sequence[int]) -> No
 
 def version(tensor: Tensor) -> int:
     """How often the elements were changed in place."""
-    with torch.no_grad():
-        local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
-    return 0 if local.is_inference() else local._version
+    held = local(tensor) if isinstance(tensor, DTensor) else tensor
+    return 0 if held.is_inference() else held._version
 
 
 class LockstepExecutor:
@@ -217,12 +216,12 @@ class RankExecutor:
         self.groups = tuple(groups)
 
     def store(self, tensor: Tensor, layout: Layout) -> Tensor:
-        local = layout.shard(tensor, self.grid, self.index).clone(memory_format=torch.contiguous_format)
-        return to_dtensor(local, layout, tuple(tensor.shape), self.grid, self.mesh)
+        mine = layout.shard(tensor, self.grid, self.index).clone(memory_format=torch.contiguous_format)
+        return to_dtensor(mine, layout, tuple(tensor.shape), self.grid, self.mesh)
 
     def enter(self, tensor: Tensor, layout: Layout) -> Tensor:
         if isinstance(tensor, DTensor):
-            return tensor.to_local()
+            return local(tensor)
         return layout.shard(tensor, self.grid, self.index).contiguous()
 
     def enter_input(self, tensor: Tensor, layout: Layout) -> Tensor:
@@ -250,4 +249,6 @@ class RankExecutor:
     def gradient(self, value: Tensor, layout: Layout, like: Tensor) -> Tensor:
         if not isinstance(like, DTensor):
             return value
+        if isinstance(like, torch.nn.Parameter) and value.shape == local(like).shape:
+            return like_parameter(value, like)
         return to_dtensor(value, layout, tuple(like.shape), self.grid, self.mesh)

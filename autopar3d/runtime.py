@@ -32,12 +32,12 @@ class Connection(NamedTuple):
 
     Args:
         mesh: its device mesh.
-        index: this rank's position in the grid.
+        place: this rank's position in the grid.
         groups: what the axes' names in graphs stand for, only as long as somebody holds these.
     """
 
     mesh: DeviceMesh
-    index: int
+    place: int
     groups: tuple[dist.ProcessGroup, ...]
 
 

@@ -61,7 +61,7 @@ class DirectGroup(dist.ProcessGroup):
     """
 
     def __init__(self, inner: dist.ProcessGroup) -> None:
-        super().__init__(inner.rank(), inner.size())
+        super().__init__(inner.rank(), inner.size())  # type: ignore[call-arg]  # torch's stub lacks this form
         self.inner = inner
 
     def getBackendName(self) -> str:  # noqa: N802
@@ -76,9 +76,11 @@ class DirectGroup(dist.ProcessGroup):
             messages.append(self.inner.send([parts[(me + step) % size]], (me + step) % size, _TAG))
         return messages
 
-    # The methods have the names under which torch looks for them. Plain collectives come as buckets of one.
+    # The methods have the names, and take the arguments, with which torch calls them. Plain collectives come as buckets
+    # of one.
 
-    def all_gather_single_coalesced(self, outputs: list[Tensor], inputs: list[Tensor], options: Any) -> dist.Work:
+    def all_gather_single_coalesced(self, *call: Any) -> dist.Work:
+        outputs, inputs, _ = call
         size, me = self.size(), self.rank()
         mine, alone = _packed(inputs), len(inputs) == 1
         whole = (outputs[0] if alone else mine.new_empty(size * mine.numel())).view(size, -1)
@@ -93,7 +95,8 @@ class DirectGroup(dist.ProcessGroup):
 
         return _Work(messages, _nothing if alone else unpack, (mine, whole))
 
-    def reduce_scatter_single_coalesced(self, outputs: list[Tensor], inputs: list[Tensor], options: Any) -> dist.Work:
+    def reduce_scatter_single_coalesced(self, *call: Any) -> dist.Work:
+        outputs, inputs, options = call
         if options.reduceOp != dist.ReduceOp.SUM:
             return self.inner.reduce_scatter_tensor_coalesced(outputs, inputs, options)
         size, me = self.size(), self.rank()
@@ -114,11 +117,11 @@ class DirectGroup(dist.ProcessGroup):
 
         return _Work(messages, add, rows)
 
-    def allreduce(self, tensors: list[Tensor], options: Any) -> dist.Work:
-        return self._all_reduce(tensors, options)
+    def allreduce(self, *call: Any) -> dist.Work:
+        return self._all_reduce(*call)
 
-    def allreduce_coalesced(self, tensors: list[Tensor], options: Any) -> dist.Work:
-        return self._all_reduce(tensors, options)
+    def allreduce_coalesced(self, *call: Any) -> dist.Work:
+        return self._all_reduce(*call)
 
     def _all_reduce(self, tensors: list[Tensor], options: Any) -> dist.Work:
         size, me = self.size(), self.rank()
@@ -138,12 +141,11 @@ class DirectGroup(dist.ProcessGroup):
 
         return _Work(messages, combine, mine)
 
-    def all_to_all_single(
-        self, output: Tensor, source: Tensor, to: Sequence[int], out: Sequence[int], options: Any
-    ) -> dist.Work:
+    def all_to_all_single(self, *call: Any) -> dist.Work:
+        output, source, received, given, _ = call
         size, me = self.size(), self.rank()
-        room = output.split(list(to)) if to else output.chunk(size)
-        parts = source.split(list(out)) if out else source.chunk(size)
+        room = output.split(list(received)) if received else output.chunk(size)
+        parts = source.split(list(given)) if given else source.chunk(size)
         messages = self._exchange(parts, room)
         room[me].copy_(parts[me])
         return _Work(messages, _nothing, source)

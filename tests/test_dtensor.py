@@ -225,3 +225,22 @@ def test_stored_layouts_are_carried_exactly(ranks: Pool) -> None:
         for sizes, offset in (((2, 1, 4), 1), ((1, 2, 3), 0)):
             for wrong in ranks.run(_load, sizes, folder, offset, ranks=Grid(*sizes).size):
                 assert wrong == []
+
+
+def _gradients() -> list[bool]:
+    """Gradients are DTensors that share the description of their parameter, and are those of `from_local`."""
+    import autopar3d
+
+    torch.manual_seed(0)
+    par = autopar3d.compile(torch.nn.Linear(8, 12), (2, 1, 2), torch.randn(4, 8), scheme="3d")
+    par(torch.ones(4, 8)).sum().backward()
+    expected = [torch.full((12, 8), 4.0), torch.full((12,), 4.0)]
+    found = []
+    for p, full in zip(par.parameters(), expected, strict=True):
+        assert isinstance(p.grad, DTensor) and isinstance(p, DTensor)
+        found += [p.grad._spec is p._spec, torch.equal(p.grad.full_tensor(), full), not p.grad.requires_grad]
+    return found
+
+
+def test_gradients_share_the_description_of_their_parameter(ranks: Pool) -> None:
+    assert ranks.run(_gradients, ranks=4) == [[True] * 6] * 4

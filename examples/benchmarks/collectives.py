@@ -2,8 +2,8 @@
 
     bash ../shared/cluster.sh 4 200mbit python examples/benchmarks/collectives.py
 
-or under torchrun (then all ranks share one loopback, and bytes are not counted). Per kind and size: bytes that left this
-rank's link for each byte put in, headers included; CPU time; median wall time.
+or under torchrun (then all ranks share one loopback, and bytes are not counted). Per kind and size: bytes that left the
+link of rank 0 for each byte put in, headers included; CPU time; median wall time.
 """
 
 from __future__ import annotations
