@@ -24,7 +24,7 @@ from .module import Engine, ParallelModule
 from .outputs import with_outputs
 from .passes.differentiate import differentiate
 from .program import Argument
-from .redistribute import State
+from .pytrees import flatten_input
 from .report import make_plan
 from .schedule import scheduled
 from .skeleton import Skeleton
@@ -49,7 +49,7 @@ def compile(  # noqa: A001  (as torch.compile)
     hardware: Hardware | str | None = None,
     overlap: bool | str = "auto",
     strict: bool = False,
-    check: bool = False,
+    check: bool | None = None,
     seed: int = 0,
 ) -> ParallelModule:
     """Parallelize `model` over a grid of ranks. Every rank of the process group calls this with the same arguments.
@@ -76,7 +76,8 @@ def compile(  # noqa: A001  (as torch.compile)
         overlap: "auto" merges small collectives and orders the graphs so that communication runs beside compute, where
             the predicted time gets shorter; True does so always; False leaves each wait right after its start.
         strict: make it an error when something is kept whole or has no rule.
-        check: compare the inputs across ranks at every call, and the traced graph with the model on the examples.
+        check: None compares the inputs across ranks at the first call of each plan; True at every call, and the traced
+            graph with the model on the examples; False never.
         seed: of dropout and other random numbers, and of the initialisation of meta models.
 
     Raises:
@@ -112,7 +113,7 @@ def simulate(
     hardware: Hardware | str | None = None,
     overlap: bool | str = "auto",
     strict: bool = False,
-    check: bool = False,
+    check: bool | None = None,
     seed: int = 0,
 ) -> ParallelModule:
     """As `compile`, but every rank runs in this process, in lock-step, on the same graphs.
@@ -142,7 +143,7 @@ def plan(
     hardware: Hardware | str | None = None,
     overlap: bool | str = "auto",
     strict: bool = False,
-    check: bool = False,
+    check: bool | None = None,
     seed: int = 0,
     world_size: int | None = None,
 ) -> Plan:
@@ -178,7 +179,7 @@ class Compiler(Engine):
         hardware: Hardware | str | None,
         loss_fn: Callable[..., Tensor] | None,
         *,
-        check: bool,
+        check: bool | None,
         seed: int,
     ) -> None:
         if not isinstance(model, nn.Module):
@@ -188,7 +189,7 @@ class Compiler(Engine):
         self.grid, self.options, self.check, self.seed, self.loss_fn = grid, options, check, seed, loss_fn
         self.hardware = resolve(hardware, self.device)
         self.skeleton = Skeleton(model, self.device, loss_fn)
-        self.pinned: dict[str, State] = {}  # by name of parameter or input, once planned
+        self.pinned: dict[str, Layout] = {}  # by name of parameter or input, once planned
         self.model: nn.Module | None = None  # only until its tensors are taken over
 
     def module(self, model: nn.Module, example_inputs: Any, example_kwargs: Mapping[str, Any] | None) -> ParallelModule:
@@ -202,7 +203,7 @@ class Compiler(Engine):
 
     def prepare(self, module: ParallelModule, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Prepared:
         modes = {path: m.training for path, m in module.named_modules(remove_duplicate=False)}
-        step, made = self._jointly("planning", lambda: self._prepare(module, args, kwargs, modes))
+        step, made = self._jointly(_described(args, kwargs), lambda: self._prepare(module, args, kwargs, modes))
         if self.model is not None:
             self._take_over(self.model, module, step)
             self.model = None
@@ -210,8 +211,9 @@ class Compiler(Engine):
         bind(module, prepared, self.executor)
         return prepared
 
-    def compare(self, leaves: Leaves) -> None:
-        if self.check and isinstance(self.executor, RankExecutor):
+    def compare(self, leaves: Leaves, *, first: bool) -> None:
+        wanted = self.check is None if first else self.check
+        if wanted and isinstance(self.executor, RankExecutor):
             runtime.compare_inputs(leaves, values=not self.executor.sharded_inputs)
 
     def step(
@@ -220,7 +222,7 @@ class Compiler(Engine):
         kwargs: dict[str, Any],
         modes: dict[str, bool],
         trainable: dict[str, bool],
-        pinned: Mapping[str, State],
+        pinned: Mapping[str, Layout],
     ) -> tuple[Step, Plan]:
         """Trace and plan one call."""
         if self.loss_fn is not None and not isinstance(kwargs.get("targets", ()), (tuple, list)):
@@ -248,11 +250,11 @@ class Compiler(Engine):
             compare_with_model(self.model, program, args, kwargs, self.loss_fn)
         return step, made
 
-    def _jointly(self, what: str, work: Callable[[], tuple[Step, Plan]]) -> tuple[Step, Plan]:
+    def _jointly(self, call: str, work: Callable[[], tuple[Step, Plan]]) -> tuple[Step, Plan]:
         if not isinstance(self.executor, RankExecutor):
             return work()
         advice = "all ranks must compile the same model with the same arguments, and make the same calls"
-        return runtime.jointly(what, work, lambda made: made[1].hash, advice)
+        return runtime.jointly("planning", work, lambda made: made[1].hash, advice, of=call)
 
     def _with_seeds(self, step: Step, seeds: tuple[int, ...]) -> Step:
         """The step with graphs for gradients that flow from these results."""
@@ -265,9 +267,9 @@ class Compiler(Engine):
         """With sharded inputs, a rank's part means the same under every plan."""
         if self.options.inputs != "sharded":
             return
-        for argument in step.program.arguments_of("input"):
-            name, state = argument.names[0], step.decisions.storage[argument.node]
-            if name in self.pinned and state != self.pinned[name]:
+        for argument, layout in zip(step.program.arguments, step.argument_layouts, strict=True):
+            name = argument.names[0]
+            if argument.kind == "input" and name in self.pinned and layout != self.pinned[name]:
                 raise InputError(
                     f'input {name}: with inputs="sharded" a call of this shape would be cut in another way '
                     "than the example inputs were; use one batch size per compile, or global inputs"
@@ -293,8 +295,8 @@ class Compiler(Engine):
         if any(sources[name].is_meta for name in arguments):
             self._materialise(model, module, arguments, sources)
         self.pinned = {
-            a.names[0]: step.decisions.storage[a.node]
-            for a in step.program.arguments
+            a.names[0]: layout
+            for a, layout in zip(step.program.arguments, step.argument_layouts, strict=True)
             if a.kind == "parameter" or (a.kind == "input" and self.options.inputs == "sharded")
         }
 
@@ -335,6 +337,13 @@ class Compiler(Engine):
             return source.detach()
         own = source.detach().clone(memory_format=torch.contiguous_format)
         return runtime.broadcast_from_first(own, self.executor.mesh)
+
+
+def _described(args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
+    """Of a call, the shapes of its inputs."""
+    leaves = [(path, leaf) for path, leaf in flatten_input(args, kwargs)[0] if isinstance(leaf, Tensor)]
+    shown = ", ".join(f"{path} {tuple(leaf.shape)}" for path, leaf in leaves[:4])
+    return f"a call with {shown}{', ...' if len(leaves) > 4 else ''}" if leaves else ""
 
 
 def _call(example_inputs: Any, example_kwargs: Mapping[str, Any] | None) -> tuple[tuple[Any, ...], dict[str, Any]]:

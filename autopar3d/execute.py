@@ -16,6 +16,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.fx import GraphModule
 
+from . import postmortem
 from .dtensor import like_parameter, local, placements, to_dtensor
 from .errors import StateError
 from .grid import Grid
@@ -234,7 +235,12 @@ class RankExecutor:
         return self.enter(tensor, layout)
 
     def run(self, graph: GraphModule, values: Sequence[Any]) -> list[Any]:
-        return list(graph(*values))
+        try:
+            return list(graph(*values))
+        except RuntimeError as error:
+            if not postmortem.is_of_a_peer(error):
+                raise
+            raise postmortem.failed_step(graph, error) from error
 
     def leave(self, value: Tensor, layout: Layout, shape: tuple[int, ...], *, sharded: bool) -> Tensor:
         return to_dtensor(value, layout, shape, self.grid, self.mesh) if sharded else value

@@ -26,7 +26,8 @@ from torch.fx.node import map_arg
 
 from autopar3d.errors import TraceError
 from autopar3d.functions import FunctionCall, Recorded, recording
-from autopar3d.private import TreeSpec
+from autopar3d.private import FakeTensor, TreeSpec, tree_leaves
+from autopar3d.program import source_line
 from autopar3d.pytrees import flatten_output
 from autopar3d.rules import is_pointwise
 
@@ -66,6 +67,7 @@ def export(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> R
         warnings.simplefilter("ignore")
         try:
             program = torch.export.export(wrapped, args, kwargs, strict=False)
+            _refuse_hidden_tensors(program, model)
             _inline_grad_regions(program.graph_module)
             # An empty table decomposes nothing that autograd can treat whole, but makes the graph functional.
             program = program.run_decompositions({})
@@ -150,6 +152,18 @@ def _refuse_custom_functions(tensors: tuple[Tensor, ...], kept: set[type]) -> No
         nodes.extend(child for child, _ in node.next_functions)
 
 
+def _refuse_hidden_tensors(program: ExportedProgram, model: nn.Module) -> None:
+    """Raise if forward made a tensor that the trace did not see; torch would go on with memory that is not there."""
+    held = (*model.parameters(), *model.buffers(), *tree_leaves([vars(module) for module in model.modules()]))
+    known = {t.untyped_storage()._cdata for t in held if isinstance(t, Tensor)}
+    placeholders = {s.target: s.arg.name for s in program.graph_signature.input_specs if s.target is not None}
+    for name, value in program.constants.items():
+        if isinstance(value, FakeTensor) and value.untyped_storage()._cdata not in known:
+            node = next(n for n in program.graph.nodes if n.name == placeholders[name])
+            line = next((found for user in node.users if (found := source_line(user))), "")
+            raise TraceError(f"cannot trace {type(model).__name__}{f' at {line}' if line else ''}: {_HIDDEN}")
+
+
 def _inline_grad_regions(module: GraphModule, no_grad: bool = False) -> None:
     """Inline the bodies of `torch.no_grad()` regions, and detach what they give.
 
@@ -224,6 +238,11 @@ def _copy(value: Any) -> Any:
     return dict(value) if isinstance(value, dict) else None
 
 
+_HIDDEN = (
+    "the model makes a tensor behind the tracer's back, as `.data` does. Use .detach() instead of .data; what "
+    "forward changes must be a buffer, changed in place, or be changed outside of forward"
+)
+
 # What an exception's class or message says, and what it means to the user. The first that is found counts.
 _REASONS: tuple[tuple[str, str], ...] = (
     (
@@ -243,7 +262,7 @@ _REASONS: tuple[tuple[str, str], ...] = (
     ),
     (
         r"found a fake tensor in the exported program constant's list",
-        "the model makes a tensor behind the tracer's back, as `.data` does. Use .detach() instead of .data",
+        _HIDDEN,
     ),
 )
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 import operator
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -121,14 +121,21 @@ class Factors:
         specs: per op node its `OpSpec`, cut as finely as the graph needs.
         values: per tensor-valued node (placeholders, ops with one result, getitems) its atoms.
         without_rule: names of ops that have no rule, with the nodes concerned.
+
+    Args:
+        rules: other rules than those of the library.
+        whole: ops that no axis may shard.
     """
 
-    def __init__(self, graph: Graph, rules: Mapping[Any, OpRule] | None = None) -> None:
+    def __init__(
+        self, graph: Graph, rules: Mapping[Any, OpRule] | None = None, *, whole: Collection[Node] = ()
+    ) -> None:
         self.graph = graph
         self.specs: dict[Node, OpSpec] = {}
         self.values: dict[Node, ValueShape] = {}
         self.without_rule: dict[str, list[Node]] = {}
         coarse = {n: self._spec(n, rules) for n in graph.nodes if n.op == "call_function" and not is_getitem(n)}
+        coarse.update({node: _without_ones(whole_spec(node)) for node in whole})
         while True:
             try:
                 cuts, factor_cuts = _infer(graph, coarse)

@@ -44,8 +44,8 @@ class Engine:
         """Plan a call; the first time, give the module its tensors."""
         raise NotImplementedError
 
-    def compare(self, leaves: Leaves) -> None:
-        """Refuse inputs that differ between ranks, if that is to be checked."""
+    def compare(self, leaves: Leaves, *, first: bool) -> None:
+        """Refuse inputs that differ between ranks, if that is to be checked; `first`: of the calls of this plan."""
         raise NotImplementedError
 
 
@@ -155,12 +155,14 @@ class ParallelModule(GraphModule):
         calls: _Calls = self.__dict__["_ap3d"]
         leaves, in_spec = flatten_input(args, kwargs)
         refuse_places(leaves, calls.engine.device)
-        calls.engine.compare(leaves)
+        calls.engine.compare(leaves, first=False)
         planned = calls.last
         key = self._key(in_spec, leaves)
         prepared = calls.steps.get(key)
         if prepared is None:
             prepared = self._plan_call(args, kwargs)
+        if not prepared.has_run:
+            calls.engine.compare(leaves, first=True)
         calls.uninitialized.check()
         if prepared is not calls.last:
             self._show(prepared)

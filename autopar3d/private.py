@@ -15,6 +15,12 @@ from torch._C._distributed_c10d import _unregister_process_group as unregister_p
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.distributed.distributed_c10d import GroupName
 
+# Where ranks that can no longer talk in collectives leave word for each other.
+from torch.distributed.distributed_c10d import _get_default_store as get_default_store
+
+# A DeviceMesh makes its groups with torch's default timeout, whatever `init_process_group` was given.
+from torch.distributed.distributed_c10d import _set_pg_timeout as set_group_timeout
+
 # The only pytrees that torch.export's own specs are made of.
 from torch.utils import _pytree as pytree
 
@@ -31,10 +37,12 @@ __all__ = [
     "FakeTensorMode",
     "GroupName",
     "TreeSpec",
+    "get_default_store",
     "keystr",
     "pytree",
     "register_process_group",
     "resolve_process_group",
+    "set_group_timeout",
     "tree_flatten",
     "tree_flatten_with_path",
     "tree_leaves",

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import logging
 from collections.abc import Callable, Sequence
+from datetime import timedelta
 from typing import Any, NamedTuple, TypeVar
 
 import torch
@@ -13,9 +14,16 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
+from . import postmortem
 from .errors import InputError, LaunchError, MismatchError
 from .grid import AXES, Grid
-from .private import GroupName, register_process_group, resolve_process_group, unregister_process_group
+from .private import (
+    GroupName,
+    register_process_group,
+    resolve_process_group,
+    set_group_timeout,
+    unregister_process_group,
+)
 from .transport import transport
 
 T = TypeVar("T")
@@ -69,6 +77,7 @@ def _mesh(grid: Grid, device_type: str, ranks: Tensor) -> DeviceMesh:
     mesh = DeviceMesh(device_type, ranks, mesh_dim_names=AXES)
     for name, axis in zip(names, AXES, strict=True):
         unregister_process_group(name)
+        set_group_timeout(_timeout(device_type), mesh.get_group(axis))
         register_process_group(name, mesh.get_group(axis))
     return mesh
 
@@ -89,6 +98,13 @@ def _resolved(name: GroupName) -> dist.ProcessGroup | None:
         return resolve_process_group(name)
     except (RuntimeError, ValueError):  # not registered yet, or nobody holds it any more
         return None
+
+
+def _timeout(device_type: str) -> timedelta:
+    """What `init_process_group` was given."""
+    backend = dist.group.WORLD._get_backend(torch.device(device_type))
+    timeout: timedelta = backend.options._timeout
+    return timeout
 
 
 def _single_process_group() -> None:
@@ -114,13 +130,14 @@ def broadcast_from_first(tensor: Tensor, mesh: DeviceMesh) -> Tensor:
     return tensor
 
 
-def jointly(what: str, work: Callable[[], T], digest: Callable[[T], str], advice: str) -> T:
+def jointly(what: str, work: Callable[[], T], digest: Callable[[T], str], advice: str, *, of: str = "") -> T:
     """`work()` on every rank, then a look at how the others did, so that none waits for one that failed.
 
     Args:
         what: names the work, as in "planning".
         digest: of the work's result, a text that must be the same on all ranks.
         advice: what to do when it is not.
+        of: what the work is about on this rank, for the others should they not come to it.
 
     Raises:
         Exception: what `work` raised on this rank.
@@ -134,7 +151,7 @@ def jointly(what: str, work: Callable[[], T], digest: Callable[[T], str], advice
         mine = ("done", digest(value))
     except Exception as error:
         failure, mine = error, ("failed", f"{type(error).__name__}: {error}")
-    reports = _exchange(mine)
+    reports = _exchange(f"{what} of {of}" if of else what, mine)
     if failure is not None:
         raise failure
     failed = {rank: text for rank, (state, text) in enumerate(reports) if state == "failed"}
@@ -146,9 +163,21 @@ def jointly(what: str, work: Callable[[], T], digest: Callable[[T], str], advice
     return value
 
 
-def _exchange(mine: T) -> list[T]:
+def _exchange(what: str, mine: T) -> list[T]:
+    """Everybody's, by rank.
+
+    Raises:
+        MismatchError: a rank did not come.
+    """
     found: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(found, mine)
+    postmortem.note(f"at {what}, and waits for all ranks to come to it")
+    try:
+        dist.all_gather_object(found, mine)
+    except RuntimeError as error:
+        if not postmortem.is_of_a_peer(error):
+            raise
+        raise postmortem.failed_exchange(what, error) from error
+    postmortem.note("")
     return found
 
 
@@ -173,7 +202,7 @@ def compare_inputs(leaves: Sequence[tuple[str, Any]], *, values: bool) -> None:
     if not (dist.is_available() and dist.is_initialized()) or dist.get_world_size() == 1:
         return
     mine = [(path, _fingerprint(leaf, values=values)) for path, leaf in leaves]
-    reports = _exchange(mine)
+    reports = _exchange("the comparison of inputs", mine)
     paths = [", ".join(path for path, _ in report) for report in reports]
     _refuse_difference("the structure of the call's inputs", paths, "all ranks must make the same call", InputError)
     advice = (

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
+from torch.fx import Node
+
 from . import padding
 from .errors import PlanError
 from .factors import Factors, ValueShape
@@ -15,8 +17,8 @@ from .passes.differentiate import Differentiated, differentiate
 from .passes.propagate import propagate
 from .passes.rewrite import LocalProgram, rewrite
 from .plan import Decisions
-from .program import Program
-from .readings import readings
+from .program import Program, Result
+from .readings import gradients, readings
 from .redistribute import State
 from .strategies import needed, states
 
@@ -79,24 +81,24 @@ def build_step(
     grid: Grid,
     hardware: Hardware,
     options: Options,
-    pinned: Mapping[str, State] | None = None,
+    pinned: Mapping[str, Layout] | None = None,
     seeds: tuple[int, ...] | None = None,
 ) -> Step:
     """Run the passes after canonicalize.
 
     Args:
-        pinned: placements of parameters, and of inputs, that are decided already, by placeholder name.
+        pinned: layouts of parameters, and of inputs, that are decided already, by placeholder name.
         seeds: results (with a node) from which gradients will flow; None takes the loss, or else all.
 
     Raises:
         PlanError: unknown options; or `strict` and something is kept whole or has no rule.
     """
-    factors = Factors(program.graph.graph)
+    factors, places = _with_places(program, grid, pinned or {})
     modes = output_modes(program, options)
     factors, decisions = padding.best(
-        factors, grid, lambda trial: decide(program, trial, grid, hardware, options, pinned)
+        factors, grid, lambda trial: decide(program, trial, grid, hardware, options, places)
     )
-    decisions = _place_inputs(program, factors, decisions, pinned or {}, sharded=options.inputs == "sharded")
+    decisions = _place_inputs(program, factors, decisions, places, sharded=options.inputs == "sharded")
     if options.strict:
         _refuse_whole(factors, decisions)
     local = rewrite(program, factors, decisions, regather=options.regather)
@@ -132,6 +134,30 @@ def decide(
     )
 
 
+def _with_places(program: Program, grid: Grid, pinned: Mapping[str, Layout]) -> tuple[Factors, dict[str, State]]:
+    """The factors of the program, and what pinned layouts are in them.
+
+    Where a parameter is laid out in a way that its readers' factors cannot say (another program made them), the readers
+    take it whole. An input is left to be placed anew.
+    """
+    graph = program.graph.graph
+    whole: set[Node] = set()
+    while True:
+        factors = Factors(graph, whole=whole)
+        places, again = {}, set()
+        for argument in program.arguments:
+            node = next(n for n in graph.nodes if n.name == argument.node)
+            if argument.node in pinned:
+                state = factors.values[node].state(pinned[argument.node], grid)
+                if state is not None:
+                    places[argument.node] = state
+                elif argument.kind == "parameter":
+                    again |= {user for user in node.users if user.op == "call_function"} - whole
+        if not again:
+            return factors, places
+        whole |= again
+
+
 def output_modes(program: Program, options: Options) -> list[str]:
     """Per result: "global", "sharded", "buffer", or "dropped" for an output that "loss" leaves out."""
     losses = _losses(program)
@@ -140,7 +166,7 @@ def output_modes(program: Program, options: Options) -> list[str]:
         wish = options.outputs if isinstance(options.outputs, str) else options.outputs.get(result.name, "auto")
         if result.kind == "buffer":
             modes.append("buffer")
-        elif i in losses:
+        elif i in losses or _is_scalar(program, result):
             modes.append("global")
         elif wish == "auto":
             modes.append("sharded" if losses else "global")
@@ -158,20 +184,31 @@ def output_modes(program: Program, options: Options) -> list[str]:
     return modes
 
 
+def _is_scalar(program: Program, result: Result) -> bool:
+    node = next((n for n in program.graph.graph.nodes if n.name == result.node), None)
+    return node is not None and node.meta["val"].dim() == 0
+
+
 def _losses(program: Program) -> list[int]:
-    """Numbers of the results that are a loss: floating scalars."""
+    """Numbers of the results that are a loss: floating scalars that are computed and have a gradient.
+
+    Where no result has a gradient, as of a frozen model, any floating scalar.
+    """
     nodes = {n.name: n for n in program.graph.graph.nodes}
-    found = []
-    for i, result in enumerate(program.results):
-        if result.kind == "output" and result.node is not None:
-            val = nodes[result.node].meta["val"]
-            if val.dim() == 0 and val.is_floating_point():
-                found.append(i)
-    return found
+    grads = gradients(program)
+    outputs = [(i, nodes[r.node]) for i, r in enumerate(program.results) if r.kind == "output" and r.node is not None]
+    frozen = not any(node in grads for _, node in outputs)
+    return [
+        i
+        for i, node in outputs
+        if node.meta["val"].dim() == 0
+        and node.meta["val"].is_floating_point()
+        and (frozen or (node in grads and node.op != "placeholder"))
+    ]
 
 
 def default_seeds(program: Program) -> tuple[int, ...] | None:
-    """Results (counted with a node) from which gradients flow: the scalars, or None for all where there is none."""
+    """Results (counted with a node) from which gradients flow: the losses, or None for all where there is none."""
     with_node = [i for i, r in enumerate(program.results) if r.node is not None]
     losses = _losses(program)
     return tuple(with_node.index(i) for i in losses) or None

@@ -23,7 +23,7 @@ SHARED = HERE.parent.parent / "shared" / "cases" / "cases.jsonl"
 
 REAL_GRIDS = ((2, 2, 2), (1, 2, 4))
 # Real ranks by default: one of each kind that only they can show.
-QUICK = {"B04-clip_norms": (1, 2, 1), "B05-inf_on_one_rank": (1, 2, 1)}
+QUICK = {"B04-clip_norms": (1, 2, 1), "B05-inf_on_one_rank": (1, 2, 1), "B09-data_by_rank": (2, 1, 1)}
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:

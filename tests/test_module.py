@@ -508,3 +508,53 @@ def test_conversions_are_refused() -> None:
             convert()
     with pytest.raises(StateError, match="call the whole module"):
         par.out(rows())
+
+
+class Viewed(nn.Module):
+    """A flag decides how one weight's rows are cut into heads."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.out = nn.Linear(8, 12), nn.Linear(12, 8)
+
+    def forward(self, x: Tensor, heads: int = 0) -> Tensor:
+        y = self.linear(x)
+        if heads:
+            y = y.unflatten(-1, (heads, -1)).transpose(-1, -2).softmax(-1).flatten(-2)
+        return self.out(y)
+
+
+@pytest.mark.parametrize("first", [2, 3, 6])
+def test_a_new_plan_reads_parameters_as_they_lie(first: int) -> None:
+    model = make(Viewed)
+    par = autopar3d.simulate(model, (2, 2, 2), rows(), {"heads": first})
+    for heads in (0, 2, 3, 4, 6):
+        par.zero_grad()
+        model.zero_grad()
+        close(par(rows(), heads=heads), model(rows(), heads))
+        par(rows(), heads=heads).square().sum().backward()
+        model(rows(), heads).square().sum().backward()
+        for p, q in zip(par.parameters(), model.parameters(), strict=True):
+            close(p.grad, q.grad)
+
+
+def test_a_scalar_without_gradient_is_no_loss() -> None:
+    class Mixed(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(8, 8)
+            self.scale = nn.Parameter(torch.tensor(2.0))
+            self.register_buffer("steps", torch.tensor(0.5))
+
+        def forward(self, x: Tensor) -> Any:
+            h = self.linear(x) * self.scale
+            return x, self.linear.weight, h.argmax(-1), h, h.view(-1), self.steps, self.scale, 3, None, h[0]
+
+    model = make(Mixed)
+    par = autopar3d.simulate(model, (2, 1, 2), rows())
+    for module in (model, par):
+        out = module(rows())
+        assert out[7:9] == (3, None)
+        (out[3].square().sum() + out[4].sum() + out[9].sum() + out[1].sum()).backward()
+    for p, q in zip(par.parameters(), model.parameters(), strict=True):
+        close(p.grad, q.grad)
