@@ -84,9 +84,8 @@ def _first_line(error: RuntimeError) -> str:
 
 def _collective(graph: GraphModule, error: RuntimeError) -> str:
     """Kind, axis and module of the collective in whose line of the graph's code an error was raised."""
-    lines = [
-        frame.line or "" for frame in traceback.extract_tb(error.__traceback__) if "eval_with_key" in frame.filename
-    ]
+    frames = traceback.extract_tb(error.__traceback__)
+    lines = [frame.line or "" for frame in frames if "eval_with_key" in frame.filename]
     names = re.findall(r"\w+", lines[-1]) if lines else []
     nodes = {c.node: c for c in collectives(graph)}
     found = next((nodes[name] for name in names if name in nodes), None)

@@ -102,6 +102,7 @@ def _resolved(name: GroupName) -> dist.ProcessGroup | None:
 
 def _timeout(device_type: str) -> timedelta:
     """What `init_process_group` was given."""
+    assert dist.group.WORLD is not None
     backend = dist.group.WORLD._get_backend(torch.device(device_type))
     timeout: timedelta = backend.options._timeout
     return timeout
