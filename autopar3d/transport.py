@@ -15,6 +15,7 @@ The graphs are the same for every backend.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from datetime import timedelta
 from typing import Any
 
 import torch
@@ -35,15 +36,17 @@ def transport(group: dist.ProcessGroup) -> dist.ProcessGroup:
 class _Work(dist.Work):
     """Messages in flight, and what to do with them once they are there."""
 
-    def __init__(self, messages: Sequence[dist.Work], finish: Callable[[], None], held: Any = None) -> None:
+    def __init__(
+        self, messages: Sequence[dist.Work], finish: Callable[[], None], held: Any, limit: timedelta
+    ) -> None:
         super().__init__()
-        self.messages, self.finish, self.held = messages, finish, held
+        self.messages, self.finish, self.held, self.limit = messages, finish, held, limit
 
     def wait(self, timeout: Any = None) -> bool:
         # A bucket's results are each waited for.
         messages, self.messages = self.messages, ()
         for message in messages:
-            message.wait()
+            message.wait(self.limit)  # gloo's single messages know no timeout of their group
         if messages:
             self.finish()
             self.held = None
@@ -63,6 +66,7 @@ class DirectGroup(dist.ProcessGroup):
     def __init__(self, inner: dist.ProcessGroup) -> None:
         super().__init__(inner.rank(), inner.size())  # type: ignore[call-arg]  # torch's stub lacks this form
         self.inner = inner
+        self.limit: timedelta = inner._get_backend(torch.device("cpu")).options._timeout
 
     def getBackendName(self) -> str:  # noqa: N802
         return "gloo"
@@ -93,7 +97,7 @@ class DirectGroup(dist.ProcessGroup):
                 output.view(size, -1).copy_(whole[:, at : at + part.numel()])
                 at += part.numel()
 
-        return _Work(messages, _nothing if alone else unpack, (mine, whole))
+        return _Work(messages, _nothing if alone else unpack, (mine, whole), self.limit)
 
     def reduce_scatter_single_coalesced(self, *call: Any) -> dist.Work:
         outputs, inputs, options = call
@@ -115,7 +119,7 @@ class DirectGroup(dist.ProcessGroup):
             _sum(terms, total)
             _unpack(total, outputs)
 
-        return _Work(messages, add, rows)
+        return _Work(messages, add, rows, self.limit)
 
     def allreduce(self, *call: Any) -> dist.Work:
         return self._all_reduce(*call)
@@ -129,7 +133,7 @@ class DirectGroup(dist.ProcessGroup):
         mine = _packed(tensors)
         if reduce is None or (size > 2 and mine.numel() * mine.element_size() > _FEW_BYTES):
             message = self.inner.allreduce([mine], op=options.reduceOp)
-            return _Work([message], _nothing if len(tensors) == 1 else lambda: _unpack(mine, tensors), mine)
+            return _Work([message], _nothing if len(tensors) == 1 else lambda: _unpack(mine, tensors), mine, self.limit)
         # The result takes the place of what is sent, so that must stay as it is until all is done.
         terms = [mine if i == me else torch.empty_like(mine) for i in range(size)]
         messages = self._exchange([mine] * size, terms)
@@ -139,7 +143,7 @@ class DirectGroup(dist.ProcessGroup):
             reduce(terms, total)
             _unpack(total, tensors)
 
-        return _Work(messages, combine, mine)
+        return _Work(messages, combine, mine, self.limit)
 
     def all_to_all_single(self, *call: Any) -> dist.Work:
         output, source, received, given, _ = call
@@ -148,7 +152,7 @@ class DirectGroup(dist.ProcessGroup):
         parts = source.split(list(given)) if given else source.chunk(size)
         messages = self._exchange(parts, room)
         room[me].copy_(parts[me])
-        return _Work(messages, _nothing, source)
+        return _Work(messages, _nothing, source, self.limit)
 
 
 def _nothing() -> None:
