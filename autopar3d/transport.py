@@ -36,9 +36,7 @@ def transport(group: dist.ProcessGroup) -> dist.ProcessGroup:
 class _Work(dist.Work):
     """Messages in flight, and what to do with them once they are there."""
 
-    def __init__(
-        self, messages: Sequence[dist.Work], finish: Callable[[], None], held: Any, limit: timedelta
-    ) -> None:
+    def __init__(self, messages: Sequence[dist.Work], finish: Callable[[], None], held: Any, limit: timedelta) -> None:
         super().__init__()
         self.messages, self.finish, self.held, self.limit = messages, finish, held, limit
 
