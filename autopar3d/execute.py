@@ -15,6 +15,7 @@ from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.fx import GraphModule
+from torch.profiler import record_function
 
 from . import postmortem
 from .dtensor import like_parameter, local, placements, to_dtensor
@@ -111,7 +112,8 @@ class _Run(torch.autograd.Function):
     def forward(ctx: Any, source: Source, executor: Executor, *tensors: Tensor | Entered) -> Any:
         ctx.source, ctx.executor, ctx.step = source, executor, source.step
         runs = ctx.step.runs
-        outs = executor.run(runs.forward, _entered(ctx.step, executor, tensors))
+        with record_function("autopar3d forward"):
+            outs = executor.run(runs.forward, _entered(ctx.step, executor, tensors))
         results, ctx.saved = outs[: runs.results], outs[runs.results :]
         # By reference, for a backward that nobody planned; parameters are alive anyway.
         ctx.tensors, ctx.versions = tensors, _versions(ctx.step, tensors)
@@ -139,7 +141,8 @@ class _Run(torch.autograd.Function):
         seeds = [executor.seed(cotangents[i], step.local.results[i]) for i in runs.tangents]
         grads: list[Tensor | None] = [None] * len(ctx.tensors)
         if runs.backward is not None:
-            out = executor.run(runs.backward, [*saved, *seeds])
+            with record_function("autopar3d backward"):
+                out = executor.run(runs.backward, [*saved, *seeds])
             for number, value in zip(runs.gradients, out, strict=True):
                 grads[number] = executor.gradient(value, step.argument_layouts[number], ctx.tensors[number])
         return (None, None, *grads)

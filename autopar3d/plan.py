@@ -17,6 +17,7 @@ from .errors import PlanError
 from .grid import Grid
 from .hardware import Hardware
 from .printout import render
+from .recording import Recording
 from .redistribute import State
 from .strategies import Strategy
 
@@ -179,6 +180,7 @@ class Plan:
         repeated: ops repeated on some axes.
         without_rule: ops computed whole for want of a rule -> number of uses.
         notes: what else a user should know, in sentences.
+        timeline: what will happen when, predicted; None in a plan from a file.
         hash: digest of decisions, layouts and graphs: equal exactly when ranks run the same program.
     """
 
@@ -211,6 +213,7 @@ class Plan:
     without_rule: dict[str, int]
     hash: str
     notes: tuple[str, ...] = ()
+    timeline: Recording | None = field(default=None, compare=False, repr=False)
 
     @property
     def devices(self) -> int:
@@ -237,9 +240,31 @@ class Plan:
     def __str__(self) -> str:
         return render(self)
 
+    def plot_timeline(self, path: str | Path) -> None:
+        """Draw what each axis and compute will do, and memory, over one step. Needs matplotlib.
+
+        Raises:
+            PlanError: the plan is from a file.
+        """
+        self._drawable().plot(path, f"grid {'x'.join(map(str, self.grid))}")
+
+    def save_trace(self, path: str | Path) -> None:
+        """Write the same as a Chrome trace (JSON), for https://ui.perfetto.dev.
+
+        Raises:
+            PlanError: the plan is from a file.
+        """
+        self._drawable().save_trace(path)
+
+    def _drawable(self) -> Recording:
+        if self.timeline is None:
+            raise PlanError("a plan from a file has no timeline; make it anew with autopar3d.plan(...)")
+        return self.timeline
+
     def to_dict(self) -> dict[str, Any]:
-        """Plain lists, dicts, numbers and strings, from which `from_dict` makes an equal plan."""
-        plain: dict[str, Any] = json.loads(json.dumps(dataclasses.asdict(self)))
+        """Plain lists, dicts, numbers and strings, from which `from_dict` makes an equal plan, without its timeline."""
+        whole = dataclasses.asdict(dataclasses.replace(self, timeline=None))
+        plain: dict[str, Any] = json.loads(json.dumps({k: v for k, v in whole.items() if k != "timeline"}))
         return {"format": _FORMAT, **plain}
 
     @classmethod

@@ -22,6 +22,7 @@ from .passes.rewrite import Movement
 from .plan import OpPlan, OutputPlan, ParameterPlan, Plan, Repeated, Sent
 from .program import module_path, source_line, text
 from .readings import gradients
+from .recording import predict
 from .redistribute import State
 from .rules import OpSpec, operands, results
 from .saved import is_view
@@ -101,6 +102,7 @@ class _Accountant:
             without_rule={op: len(nodes) for op, nodes in self.factors.without_rule.items()},
             hash=self._hash(),
             notes=(*self.program.notes, *self._padded()),
+            timeline=predict(dict(zip(("forward", "backward"), self._graphs(), strict=False)), grid, self.hardware),
         )
 
     def _graphs(self) -> list[GraphModule]:

@@ -88,6 +88,7 @@ class Network:
     def __init__(self, hardware: Hardware, grid: Grid) -> None:
         self.hardware, self.grid = hardware, grid
         self.now = 0.0
+        self.began: dict[Node, float] = {}  # when each came to the head of its queue
         self.done: dict[Node, float] = {}
         self._queues: dict[str, deque[_Flight]] = {a: deque() for a in AXES}
 
@@ -99,6 +100,8 @@ class Network:
     def start(self, node: Node) -> None:
         """Put a collective into its axis's queue, now."""
         link = link_of(node, self.hardware, self.grid)
+        if not self._queues[axis_of(node)]:
+            self.began[node] = self.now
         self._queues[axis_of(node)].append(_Flight(node, link, link.latency, sent_bytes(node, self.grid)))
 
     def advance(self, until: float) -> list[Node]:
@@ -140,8 +143,11 @@ class Network:
             if in_latency:
                 flight.latency_left = 0.0
                 continue
-            self._queues[axis_of(flight.node)].popleft()
+            queue = self._queues[axis_of(flight.node)]
+            queue.popleft()
             self.done[flight.node] = self.now
+            if queue:
+                self.began[queue[0].node] = self.now
             finished.append(flight.node)
         return finished
 

@@ -113,10 +113,15 @@ def link_of(node: Node, hardware: Hardware, grid: Grid) -> Link:
     return hardware.link(axis_of(node), grid)
 
 
+def kind_of(node: Node) -> str:
+    """The kind of a collective's start: all_gather, reduce_scatter, all_reduce or all_to_all."""
+    name = _packet(node).__name__
+    return next((k for k in _KINDS if name.startswith(k)), "all_gather")
+
+
 def sent_bytes(node: Node, grid: Grid) -> float:
     """Bytes each rank sends in a collective (ring convention, see `collectives.Collective`), coalesced forms too."""
-    name = _packet(node).__name__
-    kind = next((k for k in _KINDS if name.startswith(k)), "all_gather")
+    kind = kind_of(node)
     size = grid.axis_size(axis_of(node))
     return sum(sent(kind, size, v.numel()) * v.dtype.itemsize for v in _values(node.args[0]))
 
