@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from .launch import launch
     from .layout import Layout
     from .module import ParallelModule
+    from .precision import MixedPrecision
 
 __version__ = "0.1.0"
 
@@ -29,6 +30,7 @@ __all__ = [
     "Grid",
     "Hardware",
     "Layout",
+    "MixedPrecision",
     "ParallelModule",
     "collectives",
     "compile",
@@ -44,6 +46,7 @@ _HOMES = {
     "Grid": "grid",
     "Hardware": "hardware",
     "Layout": "layout",
+    "MixedPrecision": "precision",
     "ParallelModule": "module",
     "collectives": "collectives",
     "compile": "compiler",

@@ -12,6 +12,7 @@ from torch.fx import Interpreter
 from autopar3d.private import tree_leaves
 
 from .errors import TraceError
+from .precision import MixedPrecision
 from .program import Program
 from .pytrees import flatten_input, flatten_output
 
@@ -24,6 +25,7 @@ def compare_with_model(
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
     loss_fn: Callable[..., Tensor] | None,
+    precision: MixedPrecision,
 ) -> None:
     """Run both on the examples, with the same random numbers; nothing is compared where something is on meta.
 
@@ -31,13 +33,14 @@ def compare_with_model(
         TraceError: an output differs.
     """
     buffers = {name: b.detach().clone() for name, b in model.named_buffers()}
-    tensors: dict[str, Tensor] = {name: p.detach() for name, p in model.named_parameters()} | buffers
+    parameters = {name: p.detach().to(precision.computes_in(p)) for name, p in model.named_parameters()}
+    tensors: dict[str, Tensor] = parameters | buffers
     if any(isinstance(t, Tensor) and t.is_meta for t in tree_leaves((tensors, args, kwargs))):
         return
     with torch.no_grad(), torch.random.fork_rng():
         seed = torch.initial_seed()
         torch.manual_seed(seed)
-        expected = _call(model, tensors, args, kwargs, loss_fn)
+        expected = _call(model, tensors, args, kwargs, loss_fn, precision)
         torch.manual_seed(seed)
         # The call may have changed the buffers.
         again = tensors | {name: b.detach() for name, b in model.named_buffers()}
@@ -55,11 +58,16 @@ def _call(
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
     loss_fn: Callable[..., Tensor] | None,
+    precision: MixedPrecision,
 ) -> Any:
-    if loss_fn is None:
+    def forward(*args: Any, **kwargs: Any) -> Any:
         return torch.func.functional_call(model, tensors, args, kwargs)
+
+    call = precision.around(forward)
+    if loss_fn is None:
+        return call(*args, **kwargs)
     own = {k: v for k, v in kwargs.items() if k != "targets"}
-    return loss_fn(torch.func.functional_call(model, tensors, args, own), *kwargs.get("targets", ()))
+    return loss_fn(call(*args, **own), *kwargs.get("targets", ()))
 
 
 def _arguments(

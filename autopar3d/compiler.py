@@ -22,13 +22,13 @@ from .initialize import initial_values
 from .layout import Layout
 from .module import Engine, ParallelModule
 from .outputs import with_outputs
-from .passes.differentiate import differentiate
+from .precision import MixedPrecision
 from .program import Argument
 from .pytrees import flatten_input
 from .report import make_plan
 from .schedule import scheduled
 from .skeleton import Skeleton
-from .step import Options, Step, build_step
+from .step import Options, Step, build_step, differentiated
 from .tree import slot
 
 if TYPE_CHECKING:
@@ -50,6 +50,7 @@ def compile(  # noqa: A001  (as torch.compile)
     overlap: bool | str = "auto",
     strict: bool = False,
     check: bool | None = None,
+    mixed_precision: MixedPrecision | torch.dtype | None = None,
     seed: int = 0,
 ) -> ParallelModule:
     """Parallelize `model` over a grid of ranks. Every rank of the process group calls this with the same arguments.
@@ -78,6 +79,7 @@ def compile(  # noqa: A001  (as torch.compile)
         strict: make it an error when something is kept whole or has no rule.
         check: None compares the inputs across ranks at the first call of each plan; True at every call, and the traced
             graph with the model on the examples; False never.
+        mixed_precision: a dtype in which to compute with parameters that are kept in their own, or a `MixedPrecision`.
         seed: of dropout and other random numbers, and of the initialisation of meta models.
 
     Raises:
@@ -87,7 +89,7 @@ def compile(  # noqa: A001  (as torch.compile)
         PlanError: unknown options, or `strict` found something.
         MismatchError: ranks passed different arguments or made different plans, or another rank failed.
     """
-    options = Options(scheme, inputs, outputs, regather, strict, overlap)
+    options = Options(scheme, inputs, outputs, regather, strict, overlap, MixedPrecision.of(mixed_precision))
     compiler = runtime.jointly(
         "compile",
         lambda: Compiler(model, Grid.of(grid), options, hardware, loss_fn, check=check, seed=seed),
@@ -114,6 +116,7 @@ def simulate(
     overlap: bool | str = "auto",
     strict: bool = False,
     check: bool | None = None,
+    mixed_precision: MixedPrecision | torch.dtype | None = None,
     seed: int = 0,
 ) -> ParallelModule:
     """As `compile`, but every rank runs in this process, in lock-step, on the same graphs.
@@ -123,7 +126,7 @@ def simulate(
     Raises:
         GridError, TraceError, PlanError: as `compile`.
     """
-    options = Options(scheme, inputs, outputs, regather, strict, overlap)
+    options = Options(scheme, inputs, outputs, regather, strict, overlap, MixedPrecision.of(mixed_precision))
     compiler = Compiler(model, Grid.of(grid), options, hardware, loss_fn, check=check, seed=seed)
     compiler.executor = LockstepExecutor(compiler.grid)
     return compiler.module(model, example_inputs, example_kwargs)
@@ -144,6 +147,7 @@ def plan(
     overlap: bool | str = "auto",
     strict: bool = False,
     check: bool | None = None,
+    mixed_precision: MixedPrecision | torch.dtype | None = None,
     seed: int = 0,
     world_size: int | None = None,
 ) -> Plan:
@@ -159,7 +163,7 @@ def plan(
         cube.check_world(world_size)
     if example_inputs is None and not example_kwargs:
         raise InputError("plan needs example_inputs= (meta tensors do): layouts depend on the shapes")
-    options = Options(scheme, inputs, outputs, regather, strict, overlap)
+    options = Options(scheme, inputs, outputs, regather, strict, overlap, MixedPrecision.of(mixed_precision))
     compiler = Compiler(model, cube, options, hardware, loss_fn, check=check, seed=seed)
     args, kwargs = _call(example_inputs, example_kwargs)
     return compiler.step(args, kwargs, compiler.skeleton.modes(), {}, {})[1]
@@ -188,7 +192,7 @@ class Compiler(Engine):
         self.device = _device(model)
         self.grid, self.options, self.check, self.seed, self.loss_fn = grid, options, check, seed, loss_fn
         self.hardware = resolve(hardware, self.device)
-        self.skeleton = Skeleton(model, self.device, loss_fn)
+        self.skeleton = Skeleton(model, self.device, loss_fn, options.precision)
         self.pinned: dict[str, Layout] = {}  # by name of parameter or input, once planned
         self.model: nn.Module | None = None  # only until its tensors are taken over
 
@@ -247,7 +251,7 @@ class Compiler(Engine):
             program = step.program
             if program.arguments_of("key"):  # random numbers of our own: compare with torch's instead
                 program = self.skeleton.trace(args, kwargs, modes, trainable, by_place=False)
-            compare_with_model(self.model, program, args, kwargs, self.loss_fn)
+            compare_with_model(self.model, program, args, kwargs, self.loss_fn, self.options.precision)
         return step, made
 
     def _jointly(self, call: str, work: Callable[[], tuple[Step, Plan]]) -> tuple[Step, Plan]:
@@ -258,9 +262,7 @@ class Compiler(Engine):
 
     def _with_seeds(self, step: Step, seeds: tuple[int, ...]) -> Step:
         """The step with graphs for gradients that flow from these results."""
-        values = [n.meta["val"] for n in step.program.graph.graph.nodes if n.op == "placeholder"]
-        wanted = [a.requires_grad for a in step.program.arguments]
-        runs = differentiate(step.local, values, wanted, seeds=seeds)
+        runs = differentiated(step.program, step.local, self.options, seeds)
         return scheduled(replace(step, runs=runs), self.options.overlap)
 
     def _refuse_other_cuts(self, step: Step) -> None:

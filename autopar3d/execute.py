@@ -94,10 +94,18 @@ def run_step(source: Source, executor: Executor, tensors: Sequence[Tensor | Ente
 
 
 def _entered(step: Step, executor: Executor, tensors: Sequence[Tensor | Entered]) -> list[Any]:
-    return [
+    values = [
         t.value if isinstance(t, Entered) else executor.enter(t, layout)
         for t, layout in zip(tensors, step.argument_layouts, strict=True)
     ]
+    for number, dtype in step.lower.items():
+        values[number] = _cast(values[number], dtype)
+    return values
+
+
+def _cast(value: Any, dtype: torch.dtype) -> Any:
+    """A local tensor, or one per rank, in another dtype."""
+    return [v.to(dtype) for v in value] if isinstance(value, list) else value.to(dtype)
 
 
 def _leave(step: Step, executor: Executor, values: Sequence[Any]) -> list[Tensor]:
@@ -144,6 +152,8 @@ class _Run(torch.autograd.Function):
             with record_function("autopar3d backward"):
                 out = executor.run(runs.backward, [*saved, *seeds])
             for number, value in zip(runs.gradients, out, strict=True):
+                if number in step.lower:
+                    value = _cast(value, ctx.tensors[number].dtype)
                 grads[number] = executor.gradient(value, step.argument_layouts[number], ctx.tensors[number])
         return (None, None, *grads)
 

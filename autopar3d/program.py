@@ -37,6 +37,8 @@ class Argument:
     requires_grad: bool = False
     persistent: bool = True
     """Buffers only: whether `state_dict()` holds it."""
+    stored: torch.dtype | None = None
+    """Parameters only: the dtype in which it is kept, where it enters in another."""
 
 
 @dataclass(frozen=True)

@@ -303,7 +303,8 @@ class _Accountant:
         sizes: Counter[str] = Counter()
         for i, (argument, layout) in enumerate(zip(self.program.arguments, self.step.argument_layouts, strict=True)):
             val = self.nodes[argument.node].meta["val"]
-            size = math.prod(layout.local_shape(val.shape, self.grid)) * val.dtype.itemsize
+            dtype = argument.stored or val.dtype
+            size = math.prod(layout.local_shape(val.shape, self.grid)) * dtype.itemsize
             if argument.kind == "parameter":
                 sizes["parameters"] += size
                 if i in self.step.runs.gradients:

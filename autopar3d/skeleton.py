@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import copy
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -16,6 +17,7 @@ from .errors import InputError
 from .passes.canonicalize import canonicalize
 from .passes.randomize import randomize
 from .passes.trace import trace
+from .precision import MixedPrecision
 from .program import Program
 
 
@@ -26,23 +28,36 @@ class Skeleton:
         model: the user's module; it is neither changed nor kept.
         device: where parameters of a meta model will live.
         loss_fn: `loss_fn(output, *targets)`, put inside the graph; `targets` is then a keyword of the call.
+        precision: the parameters are of the dtype in which they are computed with, inputs and outputs are cast.
     """
 
-    def __init__(self, model: nn.Module, device: torch.device, loss_fn: Callable[..., Tensor] | None = None) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        device: torch.device,
+        loss_fn: Callable[..., Tensor] | None = None,
+        precision: MixedPrecision = MixedPrecision(),  # noqa: B008  (frozen)
+    ) -> None:
         self.mode = FakeTensorMode(allow_non_fake_inputs=True)
         memo: dict[int, Any] = {}
         with self.mode:
             for tensor in (*model.parameters(), *model.buffers()):
                 place = device if tensor.is_meta else tensor.device
-                fake: Tensor = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=place)
+                dtype = precision.computes_in(tensor) if isinstance(tensor, nn.Parameter) else tensor.dtype
+                fake: Tensor = torch.empty_strided(tensor.shape, tensor.stride(), dtype=dtype, device=place)
                 memo[id(tensor)] = (
                     nn.Parameter(fake, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else fake
                 )
         self.model: nn.Module = copy.deepcopy(model, memo)
+        # The dtypes of parameters that are computed with in another, by name.
+        kept = {name: p.dtype for name, p in model.named_parameters(remove_duplicate=False)}
+        now = self.model.named_parameters(remove_duplicate=False)
+        self.stored = {name: kept[name] for name, p in now if kept[name] != p.dtype}
         for module in self.model.modules():
             # Hooks belong to the user's model and its tensors.
             module._forward_hooks.clear()
             module._forward_pre_hooks.clear()
+        self.model.forward = precision.around(self.model.forward)
         if loss_fn is not None:
             self.model.forward = _with_loss(self.model.forward, loss_fn)
 
@@ -76,6 +91,9 @@ class Skeleton:
         device = next((p.device for p in self.model.parameters()), torch.device("cpu"))
         fake_args, fake_kwargs = tree_map_only(Tensor, lambda t: self._fake(t, device), (args, kwargs))
         program = canonicalize(trace(self.model, fake_args, fake_kwargs))
+        if self.stored:
+            arguments = tuple(replace(a, stored=self.stored.get(a.names[0])) for a in program.arguments)
+            program = replace(program, arguments=arguments)
         return randomize(program) if by_place else program
 
     def _fake(self, tensor: Tensor, device: torch.device) -> Tensor:

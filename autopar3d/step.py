@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
+import torch
 from torch.fx import Node
 
 from . import padding
@@ -16,7 +17,9 @@ from .layout import Layout
 from .passes.differentiate import Differentiated, differentiate
 from .passes.propagate import propagate
 from .passes.rewrite import LocalProgram, rewrite
+from .passes.widen import widen
 from .plan import Decisions
+from .precision import MixedPrecision
 from .program import Program, Result
 from .readings import gradients, readings
 from .redistribute import State
@@ -35,6 +38,7 @@ class Options:
     regather: str = "all"
     strict: bool = False
     overlap: bool | str = "auto"
+    precision: MixedPrecision = MixedPrecision()
 
     def check(self) -> None:
         """Raise PlanError for a value that is not known."""
@@ -57,6 +61,7 @@ class Step:
         factors, decisions, local: what the passes found.
         runs: the graphs.
         outputs: per result with a node: "global", "sharded" or "buffer".
+        lower: numbers of the parameters that enter in another dtype than they are kept in, and which.
     """
 
     program: Program
@@ -65,6 +70,7 @@ class Step:
     local: LocalProgram
     runs: Differentiated
     outputs: tuple[str, ...]
+    lower: Mapping[int, torch.dtype] = field(default_factory=dict)
 
     @property
     def argument_layouts(self) -> tuple[Layout, ...]:
@@ -103,13 +109,23 @@ def build_step(
         _refuse_whole(factors, decisions)
     local = rewrite(program, factors, decisions, regather=options.regather)
     with_node = [m for m, r in zip(modes, program.results, strict=True) if r.node is not None]
-    runs = differentiate(
-        local,
-        [n.meta["val"] for n in program.graph.graph.nodes if n.op == "placeholder"],
-        [a.requires_grad for a in program.arguments],
-        seeds=default_seeds(program) if seeds is None else seeds,
-    )
-    return Step(program, factors, decisions, local, runs, tuple(with_node))
+    runs = differentiated(program, local, options, default_seeds(program) if seeds is None else seeds)
+    low = options.precision.parameters
+    lower = {i: low for i, a in enumerate(program.arguments) if a.stored is not None and low is not None}
+    return Step(program, factors, decisions, local, runs, tuple(with_node), lower)
+
+
+def differentiated(
+    program: Program, local: LocalProgram, options: Options, seeds: tuple[int, ...] | None
+) -> Differentiated:
+    """The graphs for gradients that flow from these results."""
+    values = [n.meta["val"] for n in program.graph.graph.nodes if n.op == "placeholder"]
+    runs = differentiate(local, values, [a.requires_grad for a in program.arguments], seeds=seeds)
+    wider = options.precision.reduce
+    if wider is None or runs.backward is None:
+        return runs
+    learned = [i for i, number in enumerate(runs.gradients) if program.arguments[number].kind == "parameter"]
+    return replace(runs, backward=widen(runs.backward, learned, wider))
 
 
 def decide(
