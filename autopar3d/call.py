@@ -92,6 +92,9 @@ class _Shard:
         self.executor, self.layout = executor, layout
         self.__name__, self.__qualname__ = "shard", "shard"
 
+    def __repr__(self) -> str:
+        return f"shard as {self.layout}"
+
     def __call__(self, tensor: Tensor, layout: str) -> Tensor | Entered:
         # One that wants a gradient must stay a tensor until autograd has seen it.
         return tensor if tensor.requires_grad else Entered(self.executor.enter_input(tensor, self.layout))
@@ -121,6 +124,9 @@ class _RunGraphs:
                 self.slots.append(module.__dict__["_ap3d"].random)
             else:
                 self.slots.append(tree.slot(module, argument.names[0]))
+
+    def __repr__(self) -> str:
+        return self.__name__
 
     def __call__(self, *shards: Any) -> list[Tensor]:
         given = iter(shards)

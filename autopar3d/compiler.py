@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
@@ -229,13 +230,32 @@ class Compiler(Engine):
         pinned: Mapping[str, Layout],
     ) -> tuple[Step, Plan]:
         """Trace and plan one call."""
-        if self.loss_fn is not None and not isinstance(kwargs.get("targets", ()), (tuple, list)):
-            raise InputError("targets= must be a tuple, as in targets=(labels,): loss_fn(output, *targets)")
+        self._refuse_targets(kwargs)
         program = self.skeleton.trace(args, kwargs, modes, trainable)
         program, options = with_outputs(program, self.options)
         places = {a.node: pinned[a.names[0]] for a in program.arguments if a.names[0] in pinned}
         step = scheduled(build_step(program, self.grid, self.hardware, options, places or None), options.overlap)
         return step, make_plan(step, options=self.options)
+
+    def _refuse_targets(self, kwargs: dict[str, Any]) -> None:
+        """Raise InputError where targets and loss_fn do not go together."""
+        if self.loss_fn is None:
+            if "targets" in kwargs and not _takes(self.skeleton.model.forward, **kwargs):
+                raise InputError(
+                    "targets= was passed, but there is no loss to use them: give compile loss_fn=, or pass what "
+                    f"{type(self.skeleton.model).__name__}.forward takes"
+                )
+            return
+        targets = kwargs.get("targets", ())
+        if not isinstance(targets, tuple):
+            what = "a tensor" if isinstance(targets, Tensor) else f"a {type(targets).__name__}"
+            raise InputError(f"targets= got {what}; pass a tuple, as in targets=(labels,): loss_fn(output, *targets)")
+        if not _takes(self.loss_fn, None, *targets):
+            name = getattr(self.loss_fn, "__name__", type(self.loss_fn).__name__)
+            raise InputError(
+                f"loss_fn {name}{_signature(self.loss_fn)} is called as loss_fn(output, *targets), here with "
+                f"{len(targets)} targets: pass targets=(...) with each call, and as an example in example_kwargs="
+            )
 
     def _prepare(
         self, module: ParallelModule, args: tuple[Any, ...], kwargs: dict[str, Any], modes: dict[str, bool]
@@ -341,6 +361,26 @@ class Compiler(Engine):
         return runtime.broadcast_from_first(own, self.executor.mesh)
 
 
+def _takes(function: Callable[..., Any], *args: Any, **kwargs: Any) -> bool:
+    """Whether these arguments, and perhaps others before them, fit a function; True where that cannot be known."""
+    try:
+        signature = inspect.signature(function)
+    except (TypeError, ValueError):
+        return True
+    try:
+        signature.bind_partial(**kwargs) if kwargs else signature.bind(*args)
+    except TypeError:
+        return False
+    return True
+
+
+def _signature(function: Callable[..., Any]) -> str:
+    try:
+        return str(inspect.signature(function))
+    except (TypeError, ValueError):
+        return ""
+
+
 def _described(args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
     """Of a call, the shapes of its inputs."""
     leaves = [(path, leaf) for path, leaf in flatten_input(args, kwargs)[0] if isinstance(leaf, Tensor)]
@@ -349,6 +389,11 @@ def _described(args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
 
 
 def _call(example_inputs: Any, example_kwargs: Mapping[str, Any] | None) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    if example_kwargs is not None and not isinstance(example_kwargs, Mapping):
+        raise InputError(
+            f"example_kwargs= is a {type(example_kwargs).__name__}; it must be a dict of keyword arguments, such as "
+            '{"labels": labels}; positional ones go into example_inputs='
+        )
     args = example_inputs if isinstance(example_inputs, (tuple, list)) else (example_inputs,)
     return (() if example_inputs is None else tuple(args)), dict(example_kwargs or {})
 

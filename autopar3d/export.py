@@ -11,7 +11,6 @@ import contextlib
 import functools
 import re
 import traceback
-import warnings
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -29,6 +28,7 @@ from autopar3d.functions import FunctionCall, Recorded, recording
 from autopar3d.private import FakeTensor, TreeSpec, tree_leaves
 from autopar3d.program import source_line
 from autopar3d.pytrees import flatten_output
+from autopar3d.quiet import quiet_torch
 from autopar3d.rules import is_pointwise
 
 
@@ -62,9 +62,7 @@ def export(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> R
     """
     wrapped = _Flat(model)
     keeping = recording(is_pointwise)
-    with _left_as_it_was(model), torch.enable_grad(), warnings.catch_warnings(), keeping as wrapped.functions:
-        # torch warns of its own deprecated names, and of plain tensor attributes, which trace treats itself.
-        warnings.simplefilter("ignore")
+    with _left_as_it_was(model), torch.enable_grad(), quiet_torch(), keeping as wrapped.functions:
         try:
             program = torch.export.export(wrapped, args, kwargs, strict=False)
             _refuse_hidden_tensors(program, model)
@@ -277,7 +275,18 @@ def _explain(error: Exception, model: nn.Module) -> str:
             break
     else:
         what = f"its forward fails with {raised.strip().splitlines()[0]}"
-    return f"cannot trace {type(model).__name__}{_user_line(error)}: {what}"
+    return f"cannot trace {type(model).__name__}{_module(error, model)}{_user_line(error)}: {what}"
+
+
+def _module(error: Exception, model: nn.Module) -> str:
+    """`, in layers.2.norm (BatchNorm1d)`: the innermost of the model's modules in whose forward it failed, if any."""
+    names = {id(module): name for name, module in model.named_modules() if name}
+    found = ""
+    for frame, _ in traceback.walk_tb(error.__traceback__):
+        module = frame.f_locals.get("self")
+        if id(module) in names:
+            found = f", in {names[id(module)]} ({type(module).__name__})"
+    return found
 
 
 def _user_line(error: Exception) -> str:

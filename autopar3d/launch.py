@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import math
 import os
 import pickle
 import signal
@@ -21,13 +20,11 @@ import time
 from collections.abc import Callable, Sequence
 from multiprocessing.connection import Connection, wait
 from types import TracebackType
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from autopar3d import rank as remote
 from autopar3d.errors import LaunchError, RankError
-
-if TYPE_CHECKING:
-    from autopar3d.grid import Grid
+from autopar3d.grid import Grid
 
 _HOST = "127.0.0.1"
 _TICK = 0.2  # seconds between two looks at ranks that say nothing
@@ -49,6 +46,7 @@ def launch(fn: Callable[..., Any], *args: Any, grid: Grid | Sequence[int] | int,
         timeout: seconds, start-up included, after which the ranks are ended.
 
     Raises:
+        GridError: `grid` is no grid; sizes are three, as in `(2, 2, 1)`.
         RankError: a rank raised or died (the message holds its number and traceback, `__cause__` the
             exception where it pickles), or some had not finished in time.
     """
@@ -57,13 +55,12 @@ def launch(fn: Callable[..., Any], *args: Any, grid: Grid | Sequence[int] | int,
 
 
 def rank_count(grid: Any) -> int:
-    """The number of ranks of a `Grid`, a `DeviceMesh`, a sequence of axis sizes, or a plain number."""
-    if isinstance(grid, int):
-        return grid
-    size = getattr(grid, "size", None)
-    if size is None:
-        return math.prod(grid)
-    return int(size() if callable(size) else size)
+    """The number of ranks of a `Grid`, a `DeviceMesh`, three axis sizes, or a plain number.
+
+    Raises:
+        GridError: it is none of these.
+    """
+    return grid if isinstance(grid, int) and not isinstance(grid, bool) else Grid.of(grid).size
 
 
 class Pool:
@@ -339,6 +336,9 @@ def _results(outcomes: _Outcomes, stacks: dict[int, str], count: int, timeout: f
         others = sorted(set(failures) - {first})
         if others:
             message += f"\n\n{_names(others)} failed after it."
+        left = sorted(set(range(count)) - set(outcomes))
+        if left:
+            message += f"\n\n{_names(left)} had not finished, and {'was' if len(left) == 1 else 'were'} ended."
         raise RankError(message) from (pickle.loads(failure.exception) if failure.exception else None)
     if stacks:
         where = "".join(f"\n\nRank {i} is at:\n{stack.rstrip()}" for i, stack in sorted(stacks.items()))

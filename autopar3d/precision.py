@@ -6,6 +6,7 @@ rank's shards as they enter, and casts gradients back as they leave.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -60,6 +61,7 @@ class MixedPrecision:
         if self.parameters is None and self.outputs is None:
             return forward
 
+        @functools.wraps(forward)
         def run(*args: Any, **kwargs: Any) -> Any:
             args, kwargs = tree_map_only(Tensor, lambda t: _cast(t, self.parameters), (args, kwargs))
             return tree_map_only(Tensor, lambda t: _cast(t, self.outputs), forward(*args, **kwargs))

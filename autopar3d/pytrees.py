@@ -55,6 +55,11 @@ def _flatten(tree: Any) -> tuple[list[tuple[str, Any]], pytree.TreeSpec]:
 
 def _refuse_opaque(verb: str, leaves: list[tuple[str, Any]]) -> None:
     for path, leaf in leaves:
+        if isinstance(leaf, (torch.SymInt, torch.SymFloat, torch.SymBool)):
+            raise TraceError(
+                f"the model {verb} a number that it read from a tensor ({path}), as .item() does; a graph has no such "
+                "numbers: return the tensor itself"
+            )
         if not isinstance(leaf, (torch.Tensor, *_PLAIN)):
             cls = type(leaf)
             raise TraceError(

@@ -29,7 +29,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from multiprocessing.connection import Connection
-from types import CodeType, TracebackType
+from types import CodeType, ModuleType, TracebackType
 from typing import Any
 
 import cloudpickle
@@ -114,6 +114,13 @@ class _Pickler(cloudpickle.Pickler):
     """
 
     dispatch_table = ChainMap({CodeType: _reduce_code}, cloudpickle.Pickler.dispatch_table)
+
+    def reducer_override(self, obj: Any) -> Any:
+        # torch has modules of a class of their own. cloudpickle takes any module for used whose name a function's
+        # names could spell, such as `torch.distributed.config` beside a global `config`, and cannot pickle those.
+        if isinstance(obj, ModuleType) and type(obj) is not ModuleType and sys.modules.get(obj.__name__) is obj:
+            return importlib.import_module, (obj.__name__,)
+        return super().reducer_override(obj)
 
 
 def dumps(value: object) -> bytes:

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from autopar3d.private import FakeTensorMode, tree_map_only
 
-from .errors import InputError
+from .errors import TraceError
 from .passes.canonicalize import canonicalize
 from .passes.randomize import randomize
 from .passes.trace import trace
@@ -50,6 +50,7 @@ class Skeleton:
                 )
         self.model: nn.Module = copy.deepcopy(model, memo)
         # The dtypes of parameters that are computed with in another, by name.
+        _refuse_empty_attributes(model)
         kept = {name: p.dtype for name, p in model.named_parameters(remove_duplicate=False)}
         now = self.model.named_parameters(remove_duplicate=False)
         self.stored = {name: kept[name] for name, p in now if kept[name] != p.dtype}
@@ -103,10 +104,20 @@ class Skeleton:
         return fake.requires_grad_(tensor.requires_grad)
 
 
+def _refuse_empty_attributes(model: nn.Module) -> None:
+    """Raise if a plain tensor attribute is on meta: nothing would ever give it values."""
+    for path, module in model.named_modules():
+        for name, value in vars(module).items():
+            if isinstance(value, Tensor) and value.is_meta:
+                raise TraceError(
+                    f"{f'{path}.{name}'.removeprefix('.')} is a plain tensor attribute on meta, which has no values, "
+                    "and nothing gives it any. Make it a buffer (register_buffer) that the model initialises, or make "
+                    "it on a real device"
+                )
+
+
 def _with_loss(forward: Callable[..., Any], loss_fn: Callable[..., Tensor]) -> Callable[..., Tensor]:
     def run(*args: Any, targets: Sequence[Any] = (), **kwargs: Any) -> Tensor:
-        if isinstance(targets, Tensor):
-            raise InputError("targets= got a tensor; pass a tuple, as in targets=(labels,)")
         return loss_fn(forward(*args, **kwargs), *targets)
 
     return run

@@ -197,10 +197,38 @@ class _Assembly:
                 f"{self._site(node)} makes a tensor whose shape depends on values ({node.target}); use masks "
                 "of a fixed shape"
             )
+        self._refuse_numbers(node)
+        self._refuse_dtypes(node)
         copy = self.graph.node_copy(node, lambda n: self.new[n.name])
         copy.target = self.recording.functions.get(node.target, node.target)
         copy.meta = {key: node.meta.get(key) for key in ("val", "stack_trace", "nn_module_stack")}
         self.new[node.name] = copy
+
+    def _refuse_numbers(self, node: Node) -> None:
+        """Raise if a tensor is computed from a number that was read from a tensor."""
+        numbers = [n for n in node.all_input_nodes if isinstance(n.meta.get("val"), _NUMBERS)]
+        if numbers and _tensors(node.meta.get("val")):
+            raise TraceError(
+                f"{self._site(node)} computes with a number that was read from a tensor (.item(), float(), int()), "
+                "which differs from batch to batch. Compute with the tensor itself, detached if it shall not train"
+            )
+
+    def _refuse_dtypes(self, node: Node) -> None:
+        """Raise if a product is of two dtypes: fake tensors let it pass, real ones do not."""
+        if getattr(node.target, "overloadpacket", None) not in _PRODUCTS:
+            return
+        found = [n for n in node.all_input_nodes if n.meta["val"].is_floating_point()]
+        if len({n.meta["val"].dtype for n in found}) > 1:
+            names = {s.arg.name: own_name(s.target) for s in self.signature.input_specs if s.target is not None}
+            names |= {s.arg.name: path for (path, _), s in zip(self.leaves, self._inputs(), strict=True)}
+            listed = ", ".join(f"{names.get(n.name, n.name)} {n.meta['val'].dtype}" for n in found)
+            raise TraceError(
+                f"{self._site(node)} multiplies tensors of different dtypes ({node.target}: {listed}); convert the "
+                "input to the parameters' dtype, or the model to the input's"
+            )
+
+    def _inputs(self) -> list[InputSpec]:
+        return [s for s in self.signature.input_specs if s.kind is InputKind.USER_INPUT]
 
     def _site(self, node: Node) -> str:
         """The model's class and, where it is known, the line: how a message begins."""
@@ -226,6 +254,18 @@ class _Assembly:
 
     def _canonical(self, name: str) -> str:
         return next(a.names[0] for a in self.arguments if a.kind == "buffer" and name in a.names)
+
+
+_NUMBERS = (torch.SymInt, torch.SymFloat, torch.SymBool)
+
+_PRODUCTS = {
+    getattr(torch.ops.aten, name)
+    for name in (
+        *("linear", "mm", "matmul", "bmm", "addmm", "baddbmm", "addbmm", "mv", "dot", "bilinear"),
+        *("conv1d", "conv2d", "conv3d", "conv_transpose1d", "conv_transpose2d", "conv_transpose3d", "convolution"),
+        "scaled_dot_product_attention",
+    )
+}
 
 
 def _identifier(kind: str, name: str) -> str:

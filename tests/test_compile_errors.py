@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import sys
 from typing import Any
 
 import pytest
@@ -114,6 +115,128 @@ def test_check_compares_the_graph_with_the_model() -> None:
     autopar3d.simulate(
         nn.Linear(8, 8).double(), GRID, rows(), {"targets": (rows(),)}, loss_fn=nn.functional.mse_loss, check=True
     )
+
+
+class Reads(nn.Module):
+    """Reads a number from a tensor."""
+
+    def __init__(self, how: str) -> None:
+        super().__init__()
+        self.linear, self.how = nn.Linear(8, 8), how
+
+    def forward(self, x: Tensor) -> Any:
+        h = self.linear(x)
+        if self.how == "returns":
+            return h, h.sum().item()
+        if self.how == "uses":
+            return h * h.sum().item()
+        return h[:, : int(x.sum())]
+
+
+class Labelled(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.head = nn.Embedding(64, 16), nn.Linear(16, 512, bias=False)
+
+    def forward(self, ids: Tensor, labels: Tensor) -> Tensor:
+        return nn.functional.cross_entropy(self.head(self.embed(ids)), labels)
+
+
+def _meta_attribute() -> nn.Module:
+    with torch.device("meta"):
+        model = nn.Sequential(nn.Linear(8, 8))
+        model.table = torch.ones(8)
+    return model
+
+
+REFUSED: dict[str, tuple[type[Exception], Any, str]] = {
+    "another dtype": (
+        TraceError,
+        lambda: autopar3d.simulate(nn.Linear(8, 8), GRID, rows()),
+        r"Linear multiplies tensors of different dtypes .*args\[0\] torch.float64, weight torch.float32",
+    ),
+    "kwargs as a list": (
+        InputError,
+        lambda: autopar3d.simulate(nn.Linear(8, 8), GRID, rows(), [rows()]),  # type: ignore[arg-type]
+        "example_kwargs= is a list; it must be a dict",
+    ),
+    "targets without loss_fn": (
+        InputError,
+        lambda: autopar3d.simulate(nn.Linear(8, 8), GRID, rows(), {"targets": (rows(),)}),
+        "targets= was passed, but there is no loss to use them: give compile loss_fn=",
+    ),
+    "loss_fn without targets": (
+        InputError,
+        lambda: autopar3d.simulate(nn.Linear(8, 8), GRID, rows(), loss_fn=nn.functional.mse_loss),
+        r"loss_fn mse_loss\(.*is called as loss_fn\(output, \*targets\), here with 0 targets",
+    ),
+    "targets as a list": (
+        InputError,
+        lambda: autopar3d.simulate(make(Tied), GRID, rows(), {"targets": [rows()]}, loss_fn=nn.functional.mse_loss),
+        "targets= got a list; pass a tuple",
+    ),
+    "returns a number": (
+        TraceError,
+        lambda: autopar3d.simulate(Reads("returns").double(), GRID, rows()),
+        r"returns a number that it read from a tensor \(output\[1\]\), as .item\(\) does",
+    ),
+    "computes with a number": (
+        TraceError,
+        lambda: autopar3d.simulate(Reads("uses").double(), GRID, rows()),
+        r"Reads, at test_compile_errors.py:\d+, computes with a number that was read from a tensor",
+    ),
+    "names the module": (
+        TraceError,
+        lambda: autopar3d.simulate(
+            nn.Sequential(nn.Linear(8, 8), nn.ModuleDict({"n": nn.BatchNorm1d(8, momentum=None)})["n"]).double(),
+            GRID,
+            rows(),
+        ),
+        r"cannot trace Sequential, in 1 \(BatchNorm1d\): the model's Python depends on a tensor's values",
+    ),
+    "an attribute on meta": (
+        TraceError,
+        lambda: autopar3d.plan(_meta_attribute(), GRID, torch.empty(8, 8, device="meta")),
+        "table is a plain tensor attribute on meta, which has no values.*register_buffer",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_the_message_says_what_to_change(name: str) -> None:
+    error, call, text = REFUSED[name]
+    with pytest.raises(error, match=text):
+        call()
+
+
+def test_torch_says_nothing_before_us(capfd: pytest.CaptureFixture[str]) -> None:
+    class Talks(Reads):
+        def forward(self, x: Tensor) -> Any:
+            print("the model's own words", file=sys.stderr)
+            return super().forward(x)
+
+    with pytest.raises(TraceError):
+        autopar3d.simulate(Talks("slices").double(), GRID, rows())
+    printed = capfd.readouterr()
+    assert printed.err.strip() == "the model's own words" and not printed.out
+
+
+def test_labels_out_of_range_raise_as_on_one_device() -> None:
+    torch.manual_seed(0)
+    ids, labels = torch.randint(64, (8,)), torch.randint(512, (8,))
+    labels[3] = -100
+    model = Labelled()
+    par = autopar3d.simulate(model, (1, 4, 1), (ids, labels))
+    assert torch.allclose(par(ids, labels), model(ids, labels), atol=1e-5)
+    for module in (model, par):
+        with pytest.raises(IndexError, match="out of (bounds|range)"):
+            module(ids, labels.clamp(min=0) + 500)
+
+
+def test_ops_of_the_whole_call_have_stable_names() -> None:
+    par = autopar3d.simulate(make(Tied), GRID, rows())
+    shown = [repr(node.target) for node in par.graph.nodes if node.op == "call_function"]
+    assert "forward_and_backward" in shown and not any(" at 0x" in text for text in shown)
 
 
 # -- real ranks ----------------------------------------------------------------------------------------------

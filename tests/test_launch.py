@@ -3,20 +3,22 @@
 from __future__ import annotations
 
 import os
+import pickle
 import signal
 import subprocess
 import sys
 import textwrap
 import time
+import types
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
 
-from autopar3d.errors import RankError
+from autopar3d.errors import GridError, RankError
+from autopar3d.grid import Grid
 from autopar3d.launch import Pool, launch, rank_count
 
 
@@ -173,15 +175,7 @@ def test_wrong_sizes_are_refused(ranks: Pool) -> None:
 
 
 def test_rank_count() -> None:
-    class Sized:
-        size = 6
-
-    class Mesh:
-        def size(self) -> int:
-            return 12
-
-    assert [rank_count(g) for g in (3, (2, 2, 1), [5], Sized(), Mesh())] == [3, 4, 5, 6, 12]
-    assert rank_count(np.array([2, 3]).tolist()) == 6
+    assert [rank_count(g) for g in (3, (2, 2, 1), [5, 1, 1], Grid(1, 2, 3))] == [3, 4, 5, 6]
 
 
 def test_launch_leaves_no_process_behind() -> None:
@@ -256,3 +250,39 @@ def test_the_end_of_the_parent_ends_its_ranks(tmp_path: Path) -> None:
                 break
             assert time.monotonic() < deadline, f"rank {pid} outlived its parent"
             time.sleep(0.05)
+
+
+config = {"size": 3}
+
+
+def _names_like_torch_modules() -> int:
+    return config["size"] * dist.get_world_size() if hasattr(torch, "distributed") else 0
+
+
+def test_a_global_named_like_a_module_of_torch(ranks: Pool) -> None:
+    import __main__
+    from autopar3d import rank
+
+    function = types.FunctionType(
+        _names_like_torch_modules.__code__, {"config": config, "dist": dist, "torch": torch}, "by_value"
+    )
+    function.__module__ = __main__.__name__  # by value, as from a script
+    assert pickle.loads(rank.dumps(torch.distributed.config)) is torch.distributed.config
+    assert ranks.run(function, ranks=1) == [3]
+
+
+@pytest.mark.parametrize("grid", [(2, 2), (2, 2, 0), "222"])
+def test_a_grid_that_is_none_starts_nothing(grid: Any) -> None:
+    with pytest.raises(GridError):
+        launch(lambda: 1, grid=grid)
+
+
+def _one_fails_one_stays() -> None:
+    if dist.get_rank() == 0:
+        raise ValueError("bad")
+    time.sleep(60)
+
+
+def test_every_rank_has_a_place_in_the_message(ranks: Pool) -> None:
+    with pytest.raises(RankError, match=r"(?s)rank 0 of 3: ValueError.*ranks 1, 2 had not finished, and were ended"):
+        ranks.run(_one_fails_one_stays, ranks=3)

@@ -13,9 +13,9 @@ from .lowering import Pieces, again, given, locate, pieces_of
 aten = torch.ops.aten
 
 
-def embedding_part(weight: Tensor, indices: Tensor, padding: int, rows: Pieces) -> Tensor:
+def embedding_part(weight: Tensor, indices: Tensor, padding: int, rows: Pieces, count: int) -> Tensor:
     """Look up in some rows of the table; zeros for rows elsewhere, so that the parts sum to the whole."""
-    local, here = locate(indices, rows)
+    local, here = locate(indices, rows, count)
     out = F.embedding(local, weight)
     if padding >= 0:  # that row is read but gets no gradient
         out = torch.where((indices == padding)[..., None], out.detach(), out)
@@ -53,6 +53,7 @@ def _lower_embedding(op: LocalOp) -> Lowered:
         given(op, "indices"),
         int(argument(op.node, "padding_idx")),
         pieces_of(op, "v"),
+        op.size("v"),
     )
     return embedding_part, args, {}
 

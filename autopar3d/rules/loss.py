@@ -96,9 +96,9 @@ def _lower_elementwise(op: LocalOp) -> Lowered:
 # -- class losses --------------------------------------------------------------------------------------------
 
 
-def _picked(x: Tensor, target: Tensor, class_dim: int, classes: Pieces) -> Tensor:
+def _picked(x: Tensor, target: Tensor, class_dim: int, classes: Pieces, count: int) -> Tensor:
     """The entry of each row's target class, zero where another rank holds it."""
-    local, here = locate(target, classes)
+    local, here = locate(target, classes, count)
     entry = x.gather(class_dim, local.unsqueeze(class_dim)).squeeze(class_dim)
     return torch.where(here, entry, torch.zeros_like(entry))
 
@@ -143,6 +143,7 @@ def cross_entropy_classes(
     ignore: int,
     smoothing: float,
     classes: Pieces,
+    count: int,
     row_groups: Groups,
 ) -> Tensor:
     """cross_entropy where the classes are split: each row's maximum, then its sums, are exchanged.
@@ -154,7 +155,7 @@ def cross_entropy_classes(
     wide = widen(x)
     shifted = wide - pmax(wide.amax(dim, keepdim=True), groups)
     safe = torch.where(target != ignore, target, torch.zeros_like(target))
-    parts = [shifted.exp().sum(dim), _picked(shifted, safe, dim, classes)]
+    parts = [shifted.exp().sum(dim), _picked(shifted, safe, dim, classes, count)]
     total: Tensor | int = math.prod(n for n, _ in classes)
     if weight is not None:
         weight = weight.detach().to(wide.dtype)
@@ -183,11 +184,12 @@ def nll_part(
     reduction: int,
     ignore: int,
     classes: Pieces,
+    count: int,
     row_groups: Groups,
 ) -> Tensor:
     """nll_loss of some rows and classes: a row counts where its target class is."""
     safe = torch.where(target != ignore, target, torch.zeros_like(target))
-    rows = -_picked(widen(x), safe, 1 if x.dim() > 1 else 0, classes)
+    rows = -_picked(widen(x), safe, 1 if x.dim() > 1 else 0, classes, count)
     if weight is not None:
         rows = rows * weight.detach().to(rows.dtype)[safe]
     return _finish(rows, target, weight, reduction, ignore, row_groups).to(x.dtype)
@@ -255,7 +257,7 @@ def _lower_cross_entropy(op: LocalOp) -> Lowered:
     operand = (given(op, "self"), given(op, "target"), given(op, "weight"))
     ignore = int(argument(op.node, "ignore_index"))
     if not op.single("c"):
-        how = (reduction, ignore, smoothing, pieces_of(op, "c"), op.groups(*_counted(op)))
+        how = (reduction, ignore, smoothing, pieces_of(op, "c"), op.size("c"), op.groups(*_counted(op)))
         return cross_entropy_classes, (*operand, *how), {}
     if reduction != MEAN or not op.groups(*_rows(op)):
         return op.node.target, op.args, dict(op.kwargs)
@@ -270,7 +272,7 @@ def _lower_nll(op: LocalOp) -> Lowered:
         return op.node.target, op.args, dict(op.kwargs)
     operand = (given(op, "self"), given(op, "target"), given(op, "weight"))
     ignore = int(argument(op.node, "ignore_index"))
-    return nll_part, (*operand, reduction, ignore, pieces_of(op, "c"), groups), {}
+    return nll_part, (*operand, reduction, ignore, pieces_of(op, "c"), op.size("c"), groups), {}
 
 
 def _exchange_class_loss(op: LocalOp) -> list[Exchange]:

@@ -53,8 +53,33 @@ def positions(pieces: Pieces, device: torch.device) -> Tensor:
     return found
 
 
-def locate(index: Tensor, pieces: Pieces) -> tuple[Tensor, Tensor]:
-    """For global indices into a factor: (local index, is it here?). Elsewhere the local index is 0."""
+@torch.library.custom_op("autopar3d::in_range", mutates_args=())
+def in_range(index: Tensor, length: int) -> Tensor:
+    """A copy of the index; raises where it points outside of `length` things, which no rank would notice on its own.
+
+    Raises:
+        IndexError: it does, on CPU; on other devices an assertion of the device fails, as in torch.
+    """
+    if index.device.type != "cpu":
+        torch._assert_async(((index >= 0) & (index < length)).all(), "an index is out of range")
+    elif index.numel() and (int(index.min()) < 0 or int(index.max()) >= length):
+        bad = index[(index < 0) | (index >= length)].flatten()
+        raise IndexError(f"index {int(bad[0])} is out of range: there are {length} rows or classes, from 0")
+    return index.clone()
+
+
+@in_range.register_fake
+def _(index: Tensor, length: int) -> Tensor:
+    return torch.empty_like(index)
+
+
+def locate(index: Tensor, pieces: Pieces, length: int) -> tuple[Tensor, Tensor]:
+    """For global indices into a factor: (local index, is it here?). Elsewhere the local index is 0.
+
+    Args:
+        length: of the factor, without pads; indices beyond raise.
+    """
+    index = in_range(index, length)
     stride = 1
     here = torch.ones_like(index, dtype=torch.bool)
     local, width = torch.zeros_like(index), 1
