@@ -34,6 +34,7 @@ class Decisions:
         results: per flat result (see `Program.results`) the placement in which it leaves.
         cost: the minimised objective, in seconds.
         compute: seconds of it in which ops compute; the rest is collectives, one after the other.
+        seconds: op -> its share of `compute`.
         bound: no plan in the space searched costs less; equal to `cost` when that is proven minimal.
         whole: names of values and ops kept whole -> why.
     """
@@ -47,6 +48,7 @@ class Decisions:
     cost: float = 0.0
     bound: float = 0.0
     compute: float = 0.0
+    seconds: dict[str, float] = field(default_factory=dict)
     whole: dict[str, str] = field(default_factory=dict)
 
     @property

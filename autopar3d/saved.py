@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch.fx import Graph, Node
@@ -19,13 +19,28 @@ aten = torch.ops.aten
 _SHAPE_ONLY = {aten.layer_norm.default: "bias"}
 _STAND_INS = {aten.native_layer_norm_backward.default: (6, 5)}
 
-_cache: dict[Any, frozenset[int]] = {}
+
+class Saved(NamedTuple):
+    """What autograd keeps of one op for its backward: numbers of operands and of results, and bytes of what is neither
+    (row statistics, a softmax), for the op on whole tensors."""
+
+    operands: frozenset[int] = frozenset()
+    results: frozenset[int] = frozenset()
+    hidden: int = 0
+
+
+_cache: dict[Any, Saved] = {}
 
 
 def saved_operands(node: Node, grads: tuple[bool, ...]) -> frozenset[int]:
     """Numbers of the operands that autograd saves for the backward of this op; `grads`: which have a gradient."""
+    return saved_of(node, grads).operands
+
+
+def saved_of(node: Node, grads: tuple[bool, ...]) -> Saved:
+    """All that autograd saves for the backward of this op; `grads`: which operands have a gradient."""
     if not any(grads):
-        return frozenset()
+        return Saved()
     key = (node.target, grads, _signature(node.args), _signature(node.kwargs))
     if key not in _cache:
         _cache[key] = _probe(node, grads)
@@ -40,7 +55,7 @@ def _signature(x: Any) -> str:
     return str(map_arg(x, show))
 
 
-def _probe(node: Node, grads: tuple[bool, ...]) -> frozenset[int]:
+def _probe(node: Node, grads: tuple[bool, ...]) -> Saved:
     # Fake tensors on the op's own device: which kernel runs, and so what it keeps, depends on the device.
     mode = FakeTensorMode()
     fakes: dict[Node, torch.Tensor] = {}
@@ -50,10 +65,10 @@ def _probe(node: Node, grads: tuple[bool, ...]) -> frozenset[int]:
             with mode:
                 fake = torch.empty_strided(tuple(val.shape), val.stride(), dtype=val.dtype, device=val.device)
             fakes[operand] = fake.requires_grad_(grad and (fake.is_floating_point() or fake.is_complex()))
-    saved: set[int] = set()
+    saved: dict[int, int] = {}
 
     def pack(t: torch.Tensor) -> torch.Tensor:
-        saved.add(t.untyped_storage()._cdata)
+        saved[t.untyped_storage()._cdata] = t.untyped_storage().nbytes()
         return t
 
     args, kwargs = map_arg((node.args, dict(node.kwargs)), lambda n: fakes.get(n, n.meta["val"]))
@@ -62,11 +77,14 @@ def _probe(node: Node, grads: tuple[bool, ...]) -> frozenset[int]:
             out = node.target(*args, **kwargs)  # type: ignore[operator]
     except (RuntimeError, NotImplementedError):
         # No fake kernel: assume the worst, as a wrong "no" would make the plan's bytes too small.
-        return frozenset(i for i, o in enumerate(operands(node)) if o.meta["val"].is_floating_point())
-    del out
+        return Saved(frozenset(i for i, o in enumerate(operands(node)) if o.meta["val"].is_floating_point()))
+    made = [t.untyped_storage()._cdata if isinstance(t, torch.Tensor) else 0 for t in tree_leaves(out)]
     idle = argument(node, _SHAPE_ONLY[node.target]) if node.target in _SHAPE_ONLY else None
-    return frozenset(
-        i for i, o in enumerate(operands(node)) if o is not idle and fakes[o].untyped_storage()._cdata in saved
+    read = [fakes[o].untyped_storage()._cdata for o in operands(node)]
+    return Saved(
+        frozenset(i for i, o in enumerate(operands(node)) if o is not idle and read[i] in saved),
+        frozenset(i for i, storage in enumerate(made) if storage in saved and storage not in read),
+        sum(size for storage, size in saved.items() if storage not in (*read, *made)),
     )
 
 

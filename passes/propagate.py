@@ -155,8 +155,8 @@ class _Planner:
         solution = self.problem.solve()
         picked = {v: self.options[v][i] for v, i in solution.choice.items()}
         ties = math.fsum(t[solution.choice[v]] for v, t in self.ties.items())
-        compute = math.fsum(c[solution.choice[v]] for v, c in self.computes.items())
-        return self._decisions(picked, solution.cost - ties, solution.bound - ties, compute)
+        seconds = {v[1].name: float(c[solution.choice[v]]) for v, c in self.computes.items()}
+        return self._decisions(picked, solution.cost - ties, solution.bound - ties, seconds)
 
     def _planned(self, node: Node) -> bool:
         """Set aside: what has no gradient and needs no communication to be complete on every rank."""
@@ -363,7 +363,7 @@ class _Planner:
 
     # -- after solving ------------------------------------------------------------------------------
 
-    def _decisions(self, picked: dict[Any, Any], cost: float, bound: float, compute: float) -> Decisions:
+    def _decisions(self, picked: dict[Any, Any], cost: float, bound: float, seconds: dict[str, float]) -> Decisions:
         chosen: dict[str, Strategy] = {}
         storage: dict[str, State] = {}
         copies: dict[str, State] = {}
@@ -387,7 +387,8 @@ class _Planner:
             tuple(results),
             cost,
             bound,
-            compute,
+            math.fsum(seconds.values()),
+            seconds,
             self._kept_whole(storage),
         )
 

@@ -33,7 +33,8 @@ from autopar3d.strategies import Strategy, given, needed
 class Movement:
     """One step of one value on its way to a reader, or what one op exchanges inside, and the collectives it causes.
 
-    `kind` is that of the `redistribute.Step`, or `inside` for an op's own collectives.
+    `kind` is that of the `redistribute.Step`, or `inside` for an op's own collectives. `reordered`: elements that each
+    of the transfers copies into another order locally, as collectives gather and scatter along the first dim only.
     """
 
     value: str
@@ -43,6 +44,7 @@ class Movement:
     reader: str
     transfers: tuple[Transfer, ...]
     dtype: torch.dtype
+    reordered: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -284,7 +286,11 @@ class _Rewriter:
         )
         self.numbers[node] = len(self.movements)
         name = reader.name if reader else "output"
-        self.movements.append(Movement(value.name, module_path(origin), step.kind, step.axis, name, kept, shape.dtype))
+        whole = shape.elements / self.grid.extent(set(before.sharding) & set(step.after.sharding))
+        reordered = whole if step.kind not in ("reduce", "fork") and args[:2] != (0, 1) else 0.0
+        self.movements.append(
+            Movement(value.name, module_path(origin), step.kind, step.axis, name, kept, shape.dtype, reordered)
+        )
         return node
 
     def _where(self, shape: ValueShape, state: State, atom: int) -> tuple[int, int]:
