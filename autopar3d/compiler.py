@@ -15,16 +15,17 @@ from . import runtime
 from .call import Leaves, Prepared, bind, stand_ins
 from .checks import compare_with_model
 from .dtensor import is_exact
-from .errors import InputError, LayoutError, PlanError
+from .errors import GridError, InputError, LayoutError, PlanError
 from .execute import LockstepExecutor, RankExecutor
 from .grid import Grid, GridLike
+from .grids import Chosen, choose
 from .hardware import Hardware, resolve
 from .initialize import initial_values
 from .layout import Layout
 from .module import Engine, ParallelModule
 from .outputs import with_outputs
 from .precision import MixedPrecision
-from .program import Argument
+from .program import Argument, Program
 from .pytrees import flatten_input
 from .report import make_plan
 from .schedule import scheduled
@@ -62,7 +63,8 @@ def compile(  # noqa: A001  (as torch.compile)
 
     Args:
         model: any `nn.Module` that `torch.export` can trace, on CPU, CUDA or meta.
-        grid: a `Grid`, sizes `(x, y, z)`, or a 3-D `DeviceMesh`; their product is the world size.
+        grid: a `Grid`, sizes `(x, y, z)`, or a 3-D `DeviceMesh`; their product is the world size. Or "auto": the
+            grid of all ranks whose step is predicted to be the shortest, for these example inputs.
         example_inputs: positional arguments of a call, of *global* shape; one tensor means a tuple of one. Without
             them the plan is made at the first call.
         example_kwargs: keyword arguments of a call.
@@ -93,10 +95,18 @@ def compile(  # noqa: A001  (as torch.compile)
     options = Options(scheme, inputs, outputs, regather, strict, overlap, MixedPrecision.of(mixed_precision))
     compiler = runtime.jointly(
         "compile",
-        lambda: Compiler(model, Grid.of(grid), options, hardware, loss_fn, check=check, seed=seed),
+        lambda: Compiler(model, _given(grid, processes=True), options, hardware, loss_fn, check=check, seed=seed),
         lambda made: f"grid={made.grid} {made.grid.ranks or ''} seed={seed} {options}",
         "all ranks must pass the same arguments",
     )
+    if _is_auto(grid):
+        world_size = runtime.world_size()
+        runtime.jointly(
+            "choosing the grid",
+            lambda: compiler.choose(world_size, example_inputs, example_kwargs),
+            lambda _: str(compiler.grid),
+            "all ranks must pass the same model and inputs",
+        )
     connection = runtime.connect(compiler.grid, compiler.device.type)
     compiler.executor = RankExecutor(compiler.grid, *connection, sharded_inputs=inputs == "sharded")
     return compiler.module(model, example_inputs, example_kwargs)
@@ -119,16 +129,22 @@ def simulate(
     check: bool | None = None,
     mixed_precision: MixedPrecision | torch.dtype | None = None,
     seed: int = 0,
+    world_size: int | None = None,
 ) -> ParallelModule:
     """As `compile`, but every rank runs in this process, in lock-step, on the same graphs.
 
     Parameters, gradients, inputs and outputs are full tensors, so any optimizer and training loop works.
 
+    Args:
+        world_size: number of devices, for grid="auto"; else it must be the grid's size.
+
     Raises:
         GridError, TraceError, PlanError: as `compile`.
     """
     options = Options(scheme, inputs, outputs, regather, strict, overlap, MixedPrecision.of(mixed_precision))
-    compiler = Compiler(model, Grid.of(grid), options, hardware, loss_fn, check=check, seed=seed)
+    compiler = Compiler(model, _given(grid, world_size), options, hardware, loss_fn, check=check, seed=seed)
+    if world_size is not None and _is_auto(grid):
+        compiler.choose(world_size, example_inputs, example_kwargs)
     compiler.executor = LockstepExecutor(compiler.grid)
     return compiler.module(model, example_inputs, example_kwargs)
 
@@ -154,18 +170,21 @@ def plan(
 ) -> Plan:
     """What `compile` would do on a grid, in one plain process: no process group, meta tensors welcome.
 
+    Args:
+        world_size: number of devices, for grid="auto"; else it must be the grid's size.
+
     Raises:
-        GridError: `world_size` is given and is not the grid's size.
+        GridError: `world_size` is given and is not the grid's size, or is missing with grid="auto".
         InputError: no example inputs.
         TraceError, PlanError: as `compile`.
     """
-    cube = Grid.of(grid)
-    if world_size is not None:
-        cube.check_world(world_size)
+    cube = _given(grid, world_size)
     if example_inputs is None and not example_kwargs:
         raise InputError("plan needs example_inputs= (meta tensors do): layouts depend on the shapes")
     options = Options(scheme, inputs, outputs, regather, strict, overlap, MixedPrecision.of(mixed_precision))
     compiler = Compiler(model, cube, options, hardware, loss_fn, check=check, seed=seed)
+    if world_size is not None and _is_auto(grid):
+        compiler.choose(world_size, example_inputs, example_kwargs)
     args, kwargs = _call(example_inputs, example_kwargs)
     return compiler.step(args, kwargs, compiler.skeleton.modes(), {}, {})[1]
 
@@ -173,13 +192,13 @@ def plan(
 class Compiler(Engine):
     """Makes steps for one model on one grid, and gives a module the model's tensors.
 
-    `executor` is set before `module` is called; planning alone needs none.
+    `executor` is set before `module` is called; planning alone needs none. Without a grid, `choose` comes first.
     """
 
     def __init__(
         self,
         model: nn.Module,
-        grid: Grid,
+        grid: Grid | None,
         options: Options,
         hardware: Hardware | str | None,
         loss_fn: Callable[..., Tensor] | None,
@@ -191,11 +210,27 @@ class Compiler(Engine):
             raise PlanError(f"model is a {type(model).__name__}; it must be an nn.Module")
         options.check()
         self.device = _device(model)
-        self.grid, self.options, self.check, self.seed, self.loss_fn = grid, options, check, seed, loss_fn
+        self.grid, self.options = grid or Grid(1, 1, 1), options
+        self.check, self.seed, self.loss_fn = check, seed, loss_fn
+        self.chosen: Chosen | None = None  # from `choose` to the first step
         self.hardware = resolve(hardware, self.device)
         self.skeleton = Skeleton(model, self.device, loss_fn, options.precision)
         self.pinned: dict[str, Layout] = {}  # by name of parameter or input, once planned
         self.model: nn.Module | None = None  # only until its tensors are taken over
+
+    def choose(self, world_size: int, example_inputs: Any, example_kwargs: Mapping[str, Any] | None) -> None:
+        """Decide for the grid of `world_size` devices that serves this call best.
+
+        Raises:
+            InputError: no example inputs.
+            GridError, TraceError, PlanError: as `compile`.
+        """
+        if example_inputs is None and not example_kwargs:
+            raise InputError('grid="auto" needs example_inputs=: which grid is best depends on the shapes')
+        args, kwargs = _call(example_inputs, example_kwargs)
+        program, options = self._traced(args, kwargs, self.skeleton.modes(), {})
+        self.chosen = choose(program, world_size, self.hardware, options)
+        self.grid = self.chosen.grid
 
     def module(self, model: nn.Module, example_inputs: Any, example_kwargs: Mapping[str, Any] | None) -> ParallelModule:
         """The module; planned, with its tensors, when there are example inputs."""
@@ -230,12 +265,20 @@ class Compiler(Engine):
         pinned: Mapping[str, Layout],
     ) -> tuple[Step, Plan]:
         """Trace and plan one call."""
-        self._refuse_targets(kwargs)
-        program = self.skeleton.trace(args, kwargs, modes, trainable)
-        program, options = with_outputs(program, self.options)
+        if self.chosen is not None:
+            chosen, self.chosen = self.chosen, None
+            made = make_plan(chosen.step, options=chosen.options)
+            return chosen.step, replace(made, candidates=chosen.candidates)
+        program, options = self._traced(args, kwargs, modes, trainable)
         places = {a.node: pinned[a.names[0]] for a in program.arguments if a.names[0] in pinned}
         step = scheduled(build_step(program, self.grid, self.hardware, options, places or None), options.overlap)
         return step, make_plan(step, options=self.options)
+
+    def _traced(
+        self, args: tuple[Any, ...], kwargs: dict[str, Any], modes: dict[str, bool], trainable: dict[str, bool]
+    ) -> tuple[Program, Options]:
+        self._refuse_targets(kwargs)
+        return with_outputs(self.skeleton.trace(args, kwargs, modes, trainable), self.options)
 
     def _refuse_targets(self, kwargs: dict[str, Any]) -> None:
         """Raise InputError where targets and loss_fn do not go together."""
@@ -386,6 +429,26 @@ def _described(args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
     leaves = [(path, leaf) for path, leaf in flatten_input(args, kwargs)[0] if isinstance(leaf, Tensor)]
     shown = ", ".join(f"{path} {tuple(leaf.shape)}" for path, leaf in leaves[:4])
     return f"a call with {shown}{', ...' if len(leaves) > 4 else ''}" if leaves else ""
+
+
+def _is_auto(grid: GridLike) -> bool:
+    return isinstance(grid, str) and grid == "auto"
+
+
+def _given(grid: GridLike, world_size: int | None = None, *, processes: bool = False) -> Grid | None:
+    """The grid that a user passes, None for "auto".
+
+    Raises:
+        GridError: it is malformed, or is not of the size given, or "auto" without a size.
+    """
+    if not _is_auto(grid):
+        found = Grid.of(grid)
+        if world_size is not None:
+            found.check_world(world_size)
+        return found
+    if world_size is None and not processes:
+        raise GridError('grid="auto" needs world_size=, the number of devices, where there is no process group')
+    return None
 
 
 def _call(example_inputs: Any, example_kwargs: Mapping[str, Any] | None) -> tuple[tuple[Any, ...], dict[str, Any]]:

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 AXES = ("x", "y", "z")
 
-GridLike = Union["Grid", Sequence[int], "DeviceMesh"]
+GridLike = Union["Grid", Sequence[int], "DeviceMesh", str]
 
 
 @dataclass(frozen=True)
@@ -61,6 +61,8 @@ class Grid:
         """
         if isinstance(grid, Grid):
             return grid
+        if isinstance(grid, str):
+            raise GridError(f'grid={grid!r} is not known; pass three sizes (x, y, z), or "auto"')
         mesh: Any = getattr(grid, "mesh", None)
         if mesh is not None:
             if mesh.ndim != 3:

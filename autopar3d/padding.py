@@ -22,6 +22,8 @@ from .rules import OpSpec, operands, results
 _MOST_CLASSES = 4
 # A longer factor must save more than this share of the cost: equal plans stay unpadded.
 _LEAST_GAIN = 1e-3
+# Up to this much longer costs next to nothing.
+_NEAR = 1.02
 
 
 @dataclass(frozen=True)
@@ -140,9 +142,15 @@ def best(factors: Factors, grid: Grid, plan: Callable[[Factors], Decisions]) -> 
     chosen: dict[FactorClass, int] = {}
     found, decisions = factors, plan(factors)
     odd = [c for c in classes(factors) if c.length > 1 and any(c.length % grid.axis_size(a) for a in grid.axes)]
+    # What the planner sets aside, label arithmetic for instance, costs nothing either way.
+    odd = [c for c in odd if any(node.name in decisions.seconds for node, _ in c.factors)]
     for group in sorted(odd, key=lambda c: c.work, reverse=True)[:_MOST_CLASSES]:
-        trials = [{**chosen, group: n} for n in _lengths(group.length, grid)]
-        for lengths in trials:
+        idle = _idle(group, found, decisions, grid)
+        for n in _lengths(group.length, grid):
+            # Much longer pays only where devices would otherwise repeat each other's work.
+            if n > _NEAR * group.length and not idle:
+                continue
+            lengths = {**chosen, group: n}
             longer = pad(factors, lengths)
             other = plan(longer)
             if other.cost < decisions.cost * (1 - _LEAST_GAIN):
@@ -150,11 +158,18 @@ def best(factors: Factors, grid: Grid, plan: Callable[[Factors], Decisions]) -> 
     return found, decisions
 
 
+def _idle(group: FactorClass, factors: Factors, decisions: Decisions, grid: Grid) -> bool:
+    """Whether ops that have the factor are repeated on some ranks: matmuls and the like, where there are any."""
+    ops = [n for n, _ in group.factors if n.name in decisions.seconds]
+    ops = [n for n in ops if factors.specs[n].flops] or ops
+    return any(grid.extent(decisions.strategies[n.name].axes) < grid.size for n in ops)
+
+
 def _lengths(length: int, grid: Grid) -> list[int]:
     """Lengths to try: the next multiples of the product of some axes, shortest first."""
     sizes = [grid.axis_size(a) for a in grid.axes]
     products = {math.prod(s for i, s in enumerate(sizes) if mask >> i & 1) for mask in range(1, 1 << len(sizes))}
     longer = sorted({-(-length // m) * m for m in products} - {length})
-    near = [n for n in longer if n <= 1.02 * length]
+    near = [n for n in longer if n <= _NEAR * length]
     # The longest of those that cost next to nothing serves every axis; beyond, each length is a choice.
-    return [*near[-1:], *(n for n in longer if n > 1.02 * length)]
+    return [*near[-1:], *(n for n in longer if n > _NEAR * length)]

@@ -158,6 +158,32 @@ class Repeated:
 
 
 @dataclass(frozen=True)
+class Candidate:
+    """A grid that was considered. Numbers are per rank, for one forward and backward.
+
+    Args:
+        seconds: predicted before graphs are emitted, to compare all; `scheduled`: predicted of the emitted graphs, of
+            the best candidates only.
+        compute, exposed: of `seconds`, in which compute runs, and waits.
+        bytes: sent.
+        memory: bytes of parameters, gradients, optimizer state and what is saved for backward.
+        why: "chosen", or what is worse than in the chosen one.
+        same: grids that differ from this one in the order of their axes only.
+    """
+
+    grid: tuple[int, int, int]
+    regather: str
+    seconds: float
+    scheduled: float | None
+    compute: float
+    exposed: float
+    bytes: float
+    memory: int
+    why: str
+    same: tuple[str, ...]
+
+
+@dataclass(frozen=True)
 class Plan:
     """What went where, and what it costs: `print(plan)`. Numbers are per rank, for one forward and backward.
 
@@ -183,6 +209,7 @@ class Plan:
         without_rule: ops computed whole for want of a rule -> number of uses.
         notes: what else a user should know, in sentences.
         timeline: what will happen when, predicted; None in a plan from a file.
+        candidates: with grid="auto", the grids considered, best first.
         hash: digest of decisions, layouts and graphs: equal exactly when ranks run the same program.
     """
 
@@ -215,6 +242,7 @@ class Plan:
     without_rule: dict[str, int]
     hash: str
     notes: tuple[str, ...] = ()
+    candidates: tuple[Candidate, ...] = ()
     timeline: Recording | None = field(default=None, compare=False, repr=False)
 
     @property
@@ -305,6 +333,7 @@ _PARTS: dict[str, type[Any]] = {
     "outputs": OutputPlan,
     "traffic": Sent,
     "repeated": Repeated,
+    "candidates": Candidate,
 }
 
 

@@ -27,6 +27,7 @@ def render(plan: Plan) -> str:
         _totals(plan),
         _traffic(plan),
         _outputs(plan),
+        _candidates(plan),
         _notes(plan),
     ]
     text = "\n\n".join(s for s in sections if s)
@@ -175,6 +176,21 @@ def _outputs(plan: Plan) -> str:
 
 def _output_row(o: OutputPlan) -> Row:
     return (o.name or "(result)", o.mode, _shape(o.shape), o.layout, _sent(o.sent))
+
+
+def _candidates(plan: Plan) -> str:
+    rows = []
+    for c in plan.candidates:
+        grid = "(" + ", ".join(map(str, c.grid)) + ")" + (f" +{len(c.same)}" if c.same else "")
+        after = "-" if c.scheduled is None else second_text(c.scheduled)
+        times = second_text(c.seconds), after, second_text(c.compute), second_text(c.exposed)
+        rows.append((grid, *times, byte_text(c.bytes), byte_text(c.memory), c.why))
+    title = (
+        "Grids considered (+n: so many others differ in the order of axes only; "
+        "kept: parameters, gradients, AdamW, saved)"
+    )
+    header = ("grid", "estimate", "scheduled", "compute", "exposed", "sent", "kept", "why")
+    return table(title, header, rows, wrap=(7,), right=(1, 2, 3, 4, 5, 6), folding=False)
 
 
 def _notes(plan: Plan) -> str:

@@ -68,6 +68,17 @@ def connect(grid: Grid, device_type: str) -> Connection:
     return Connection(mesh, int(position), tuple(_named(grid.alias(a), mesh.get_group(a)) for a in AXES))
 
 
+def world_size() -> int:
+    """Number of ranks.
+
+    Raises:
+        LaunchError: no process group.
+    """
+    if not (dist.is_available() and dist.is_initialized()):
+        raise LaunchError(f'grid="auto" takes its size from the process group, but there is none: {_LAUNCH}')
+    return dist.get_world_size()
+
+
 def _mesh(grid: Grid, device_type: str, ranks: Tensor) -> DeviceMesh:
     """The mesh of a grid; a second one of the same grid has the same groups."""
     names = [GroupName(f"{grid.alias(axis)}_mesh") for axis in AXES]

@@ -89,19 +89,21 @@ def build_step(
     options: Options,
     pinned: Mapping[str, Layout] | None = None,
     seeds: tuple[int, ...] | None = None,
+    decided: tuple[Factors, Decisions] | None = None,
 ) -> Step:
     """Run the passes after canonicalize.
 
     Args:
         pinned: layouts of parameters, and of inputs, that are decided already, by placeholder name.
         seeds: results (with a node) from which gradients will flow; None takes the loss, or else all.
+        decided: what `decide` found, when it has been asked already.
 
     Raises:
         PlanError: unknown options; or `strict` and something is kept whole or has no rule.
     """
-    factors, places = _with_places(program, grid, pinned or {})
     modes = output_modes(program, options)
-    factors, decisions = padding.best(
+    factors, places = (decided[0], {}) if decided else _with_places(program, grid, pinned or {})
+    factors, decisions = decided or padding.best(
         factors, grid, lambda trial: decide(program, trial, grid, hardware, options, places)
     )
     decisions = _place_inputs(program, factors, decisions, places, sharded=options.inputs == "sharded")
@@ -157,12 +159,13 @@ def _with_places(program: Program, grid: Grid, pinned: Mapping[str, Layout]) -> 
     take it whole. An input is left to be placed anew.
     """
     graph = program.graph.graph
+    nodes = {n.name: n for n in graph.nodes}
     whole: set[Node] = set()
     while True:
         factors = Factors(graph, whole=whole)
         places, again = {}, set()
         for argument in program.arguments:
-            node = next(n for n in graph.nodes if n.name == argument.node)
+            node = nodes[argument.node]
             if argument.node in pinned:
                 state = factors.values[node].state(pinned[argument.node], grid)
                 if state is not None:

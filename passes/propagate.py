@@ -435,8 +435,9 @@ class _Planner:
     def _kept_whole(self, storage: dict[str, State]) -> dict[str, str]:
         """Parameters that are not fully sharded, and why."""
         found = {}
+        nodes = {n.name: n for n in self.graph.nodes}
         for argument in self.program.arguments_of("parameter"):
-            node = next(n for n in self.graph.nodes if n.name == argument.node)
+            node = nodes[argument.node]
             state = storage[argument.node]
             idle = [a for a in self.grid.axes if a not in state.sharding]
             if idle:

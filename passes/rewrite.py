@@ -286,7 +286,7 @@ class _Rewriter:
         )
         self.numbers[node] = len(self.movements)
         name = reader.name if reader else "output"
-        whole = shape.elements / self.grid.extent(set(before.sharding) & set(step.after.sharding))
+        whole = shape.elements / self.grid.extent([a for a in before.sharding if a in step.after.sharding])
         reordered = whole if step.kind not in ("reduce", "fork") and args[:2] != (0, 1) else 0.0
         self.movements.append(
             Movement(value.name, module_path(origin), step.kind, step.axis, name, kept, shape.dtype, reordered)
