@@ -3,8 +3,8 @@
     python examples/benchmarks/planning.py              # the planner alone: minutes
     python examples/benchmarks/planning.py --whole      # and whole plans of an 8B model, from module to graphs
 
-Seconds are of CPU time of this process. Models are on meta; Llama needs `transformers`. "First" is the first planning in
-a process, which also finds the ways between layouts; "again" is another grid of as many axes.
+Seconds are of CPU time of this process. Models are on meta; Llama needs `transformers`. "First" is the first planning
+of a model, which in the first row also finds the ways between layouts; "again" is the second.
 """
 
 from __future__ import annotations
