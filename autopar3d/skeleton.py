@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
 import copy
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -121,13 +120,3 @@ def _with_loss(forward: Callable[..., Any], loss_fn: Callable[..., Tensor]) -> C
         return loss_fn(forward(*args, **kwargs), *targets)
 
     return run
-
-
-@contextlib.contextmanager
-def quiet() -> Iterator[None]:
-    """Without the warnings that torch's tracing prints about itself."""
-    import warnings
-
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        yield

@@ -1,8 +1,9 @@
 """The documentation runs, prints what it says it prints, and links to what exists.
 
-A Python block runs, after those above it in its file and in their namespace. `<!-- output -->` before a text block
-says that it is what the Python block before it prints (a plan's hash aside); `<!-- not run: why -->` before a Python
-block, that it only has to be valid Python. After a change that alters what is printed, `python -m tests.test_docs`
+A Python block runs, after those above it in its file and in their namespace. A bash block of `autopar3d` commands
+runs too, from the repository's root. `<!-- output -->` before a text block says that it is what the block before it
+prints (a plan's hash aside); `<!-- not run: why -->` before a block, that it does not run; Python only has to be valid
+then. After a change that alters what is printed, `python -m tests.test_docs`
 writes the blocks anew.
 """
 
@@ -12,6 +13,7 @@ import contextlib
 import io
 import os
 import re
+import shlex
 import sys
 import tempfile
 from collections.abc import Iterator
@@ -21,6 +23,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from autopar3d.cli import main
 from autopar3d.rules import RULES
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -58,7 +61,7 @@ def blocks(page: str) -> list[Block]:
 
 
 def run(page: Path) -> Iterator[tuple[Block, str]]:
-    """Run a page's Python blocks; each block that shows an output, with what was printed."""
+    """Run a page's blocks; each block that shows an output, with what was printed."""
     namespace = {"__name__": "page"}
     printed = ""
     for block in blocks(page.read_text()):
@@ -69,8 +72,24 @@ def run(page: Path) -> Iterator[tuple[Block, str]]:
                 with contextlib.redirect_stdout(io.StringIO()) as out:
                     exec(code, namespace)
                 printed = out.getvalue()
+        elif block.language == "bash" and not block.note.startswith("not run: "):
+            commands = block.text.replace("\\\n", " ").split("\n")
+            if all(command.startswith("autopar3d ") for command in commands):
+                printed = "".join(_command(shlex.split(command, comments=True)) for command in commands)
         elif block.note == "output":
             yield block, _tidy(printed)
+
+
+def _command(words: list[str]) -> str:
+    """What an `autopar3d` command prints, errors too."""
+    here = Path.cwd()
+    os.chdir(ROOT)
+    try:
+        with contextlib.redirect_stdout(io.StringIO()) as out, contextlib.redirect_stderr(out):
+            main(words[1:])
+    finally:
+        os.chdir(here)
+    return out.getvalue()
 
 
 def _tidy(text: str) -> str:

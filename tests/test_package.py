@@ -7,6 +7,7 @@ import importlib
 import os
 import subprocess
 import sys
+import zipfile
 from pathlib import Path
 
 import pytest
@@ -43,6 +44,32 @@ def test_importing_the_package_loads_nothing_heavy() -> None:
     # Of what torch itself does not load, layouts need nothing either.
     beside = _loaded("import torch, autopar3d; autopar3d.Layout; autopar3d.Hardware") - _loaded("import torch")
     assert {name for name in beside if not name.startswith("autopar3d")} <= {"importlib.util", "importlib._abc"}
+
+
+def test_wheel_and_sdist_work_outside_the_checkout(tmp_path: Path) -> None:
+    """The wheel is made from the sdist, so both have to hold everything."""
+    build = [sys.executable, "-m", "build", "--no-isolation", "--outdir", str(tmp_path / "dist"), str(ROOT)]
+    subprocess.run(build, check=True, capture_output=True)
+    (wheel,) = (tmp_path / "dist").glob("*.whl")
+    assert len(list((tmp_path / "dist").glob("*.tar.gz"))) == 1
+    with zipfile.ZipFile(wheel) as archive:
+        names = set(archive.namelist())
+        archive.extractall(tmp_path / "site")
+    ours = {str(p.relative_to(ROOT)) for p in (ROOT / "autopar3d").glob("**/*.py")}
+    ours |= {f"autopar3d/{p.relative_to(ROOT)}" for p in (ROOT / "passes").glob("*.py")}
+    ours |= {f"autopar3d/examples/{name}.py" for name in ("gpt", "train_gpt")}
+    assert ours | {"autopar3d/py.typed"} == {n for n in names if n.startswith("autopar3d/")}
+    metadata = next(n for n in names if n.endswith("entry_points.txt"))
+    assert "autopar3d = autopar3d.cli:main" in (tmp_path / "site" / metadata).read_text()
+    (tmp_path / "mine.py").write_text(
+        "import torch, autopar3d\ndef make(): return torch.nn.Linear(8, 8), torch.ones(8, 8)\n"
+        "print(autopar3d.__file__)\n"
+    )
+    there = {k: v for k, v in os.environ.items() if k != "PYTHONPATH"} | {"PYTHONPATH": str(tmp_path / "site")}
+
+    words = [sys.executable, "-m", "autopar3d", "simulate", "mine:make", "--grid", "2,2,1", "--steps", "1"]
+    done = subprocess.run(words, capture_output=True, text=True, cwd=tmp_path, env=there)
+    assert done.stdout.startswith(str(tmp_path / "site")) and "tensors agree within" in done.stdout, done.stderr
 
 
 def test_public_names() -> None:
