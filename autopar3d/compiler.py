@@ -26,6 +26,7 @@ from .module import Engine, ParallelModule
 from .outputs import with_outputs
 from .precision import MixedPrecision
 from .program import Argument, Program
+from .progress import stage, watching
 from .pytrees import flatten_input
 from .report import make_plan
 from .schedule import scheduled
@@ -37,6 +38,7 @@ if TYPE_CHECKING:
     from .plan import Plan
 
 
+@watching("compile")
 def compile(  # noqa: A001  (as torch.compile)
     model: nn.Module,
     grid: GridLike,
@@ -112,6 +114,7 @@ def compile(  # noqa: A001  (as torch.compile)
     return compiler.module(model, example_inputs, example_kwargs)
 
 
+@watching("simulate")
 def simulate(
     model: nn.Module,
     grid: GridLike,
@@ -149,6 +152,7 @@ def simulate(
     return compiler.module(model, example_inputs, example_kwargs)
 
 
+@watching("plan")
 def plan(
     model: nn.Module,
     grid: GridLike,
@@ -241,6 +245,7 @@ class Compiler(Engine):
             module.plan_for(*args, **kwargs)
         return module
 
+    @watching("planning a new call")
     def prepare(self, module: ParallelModule, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Prepared:
         modes = {path: m.training for path, m in module.named_modules(remove_duplicate=False)}
         step, made = self._jointly(_described(args, kwargs), lambda: self._prepare(module, args, kwargs, modes))
@@ -278,7 +283,8 @@ class Compiler(Engine):
         self, args: tuple[Any, ...], kwargs: dict[str, Any], modes: dict[str, bool], trainable: dict[str, bool]
     ) -> tuple[Program, Options]:
         self._refuse_targets(kwargs)
-        return with_outputs(self.skeleton.trace(args, kwargs, modes, trainable), self.options)
+        with stage("tracing"):
+            return with_outputs(self.skeleton.trace(args, kwargs, modes, trainable), self.options)
 
     def _refuse_targets(self, kwargs: dict[str, Any]) -> None:
         """Raise InputError where targets and loss_fn do not go together."""
@@ -342,6 +348,7 @@ class Compiler(Engine):
 
     # -- taking over the model's tensors -------------------------------------------------------------------
 
+    @stage("placing tensors")
     def _take_over(self, model: nn.Module, module: ParallelModule, step: Step) -> None:
         """Give the module the model's tensors, each as its plan stores it, one at a time."""
         sources: dict[str, Tensor] = dict(model.named_parameters(remove_duplicate=False))

@@ -20,6 +20,7 @@ from .hardware import Hardware
 from .passes.rewrite import rewrite
 from .plan import Candidate, Decisions
 from .program import Program
+from .progress import stage
 from .schedule import scheduled
 from .step import Options, Step, build_step, decide
 from .tables import byte_text, second_text
@@ -61,11 +62,11 @@ def choose(program: Program, world_size: int, hardware: Hardware, options: Optio
         raise GridError(f"world_size={world_size}: it needs at least one device")
     factors = Factors(program.graph.graph)
     trials = []
-    for grid, same in distinct(world_size, hardware):
-        found, decisions = padding.best(factors, grid, partial(_decide, program, grid, hardware, options))
-        local = rewrite(program, found, decisions, regather=options.regather)
-        guess = estimate(program, found, decisions, local, regather=options.regather)
-        trials.append(_Trial(grid, options, found, decisions, guess, same))
+    grids = list(distinct(world_size, hardware))
+    with stage("comparing grids", len(grids)) as step_done:
+        for number, (grid, same) in enumerate(grids):
+            step_done(number)
+            trials.append(_tried(program, grid, same, hardware, options, factors))
     trials.sort(key=lambda t: (t.estimate.seconds, sum(t.estimate.memory.values()), t.grid.sizes))
     count = max(1, min(_MOST, _NODES // max(1, len(program.graph.graph.nodes))))
     built = [(t, _emit(program, hardware, t)) for t in trials[:count]]
@@ -75,6 +76,15 @@ def choose(program: Program, world_size: int, hardware: Hardware, options: Optio
     ranked = [(built[i][0], times[i]) for i in order] + [(t, None) for t in trials[count:]]
     candidates = tuple(_candidate(t, time, first, times[order[0]]) for t, time in ranked)
     return Chosen(first.grid, first.options, step, candidates)
+
+
+def _tried(
+    program: Program, grid: Grid, same: tuple[str, ...], hardware: Hardware, options: Options, factors: Factors
+) -> _Trial:
+    found, decisions = padding.best(factors, grid, partial(_decide, program, grid, hardware, options))
+    local = rewrite(program, found, decisions, regather=options.regather)
+    guess = estimate(program, found, decisions, local, regather=options.regather)
+    return _Trial(grid, options, found, decisions, guess, same)
 
 
 def _decide(program: Program, grid: Grid, hardware: Hardware, options: Options, factors: Factors) -> Decisions:

@@ -21,6 +21,7 @@ from .layout import Layout
 from .passes.rewrite import Movement
 from .plan import OpPlan, OutputPlan, ParameterPlan, Plan, Repeated, Sent
 from .program import module_path, source_line, text
+from .progress import stage
 from .readings import gradients
 from .recording import predict
 from .redistribute import State
@@ -40,6 +41,7 @@ _FACTOR_NAMES = {
 _FREE = "no gradient flows here, so repeating it is free"
 
 
+@stage("accounting")
 def make_plan(
     step: Step,
     forward: GraphModule | None = None,

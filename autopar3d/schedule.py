@@ -10,6 +10,7 @@ from .grid import Grid
 from .hardware import Hardware
 from .passes.bucket import bucket
 from .passes.overlap import overlap
+from .progress import stage
 from .step import Step
 from .timeline import timeline
 
@@ -18,6 +19,7 @@ _MEMORY = 0.10
 _BUCKETS = (0.03, 0.01, 0.0)
 
 
+@stage("scheduling")
 def scheduled(step: Step, mode: bool | str = "auto") -> Step:
     """The step with its graphs reordered so that collectives run beside compute.
 

@@ -21,6 +21,7 @@ from .passes.widen import widen
 from .plan import Decisions
 from .precision import MixedPrecision
 from .program import Program, Result
+from .progress import stage
 from .readings import gradients, readings
 from .redistribute import State
 from .strategies import needed, states
@@ -109,7 +110,8 @@ def build_step(
     decisions = _place_inputs(program, factors, decisions, places, sharded=options.inputs == "sharded")
     if options.strict:
         _refuse_whole(factors, decisions)
-    local = rewrite(program, factors, decisions, regather=options.regather)
+    with stage("rewriting"):
+        local = rewrite(program, factors, decisions, regather=options.regather)
     with_node = [m for m, r in zip(modes, program.results, strict=True) if r.node is not None]
     runs = differentiated(program, local, options, default_seeds(program) if seeds is None else seeds)
     low = options.precision.parameters
@@ -117,6 +119,7 @@ def build_step(
     return Step(program, factors, decisions, local, runs, tuple(with_node), lower)
 
 
+@stage("differentiating")
 def differentiated(
     program: Program, local: LocalProgram, options: Options, seeds: tuple[int, ...] | None
 ) -> Differentiated:
@@ -130,6 +133,7 @@ def differentiated(
     return replace(runs, backward=widen(runs.backward, learned, wider))
 
 
+@stage("planning")
 def decide(
     program: Program,
     factors: Factors,
