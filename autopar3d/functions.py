@@ -260,9 +260,9 @@ def is_elementwise(call: FunctionCall, tensors: Sequence[Tensor], pointwise: Cal
     Raises:
         TraceError: it draws random numbers.
     """
-    shape = torch.broadcast_shapes(*(t.shape for t in tensors))
     longer = [[2 * n if n > 1 else n for n in t.shape] for t in tensors]
     try:
+        shape = torch.broadcast_shapes(*(t.shape for t in tensors))
         first = _joint(call, [list(t.shape) for t in tensors], tensors)
         other = _joint(call, longer, tensors)
     except Exception:

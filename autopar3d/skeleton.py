@@ -47,6 +47,9 @@ class Skeleton:
                 memo[id(tensor)] = (
                     nn.Parameter(fake, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else fake
                 )
+            for value in [v for module in model.modules() for v in vars(module).values()]:
+                if isinstance(value, Tensor) and not value.is_leaf:  # computed anew in forward, by a hook say
+                    memo[id(value)] = torch.empty_strided(value.shape, value.stride(), dtype=value.dtype)
         self.model: nn.Module = copy.deepcopy(model, memo)
         # The dtypes of parameters that are computed with in another, by name.
         _refuse_empty_attributes(model)
@@ -54,9 +57,12 @@ class Skeleton:
         now = self.model.named_parameters(remove_duplicate=False)
         self.stored = {name: kept[name] for name, p in now if kept[name] != p.dtype}
         for module in self.model.modules():
-            # Hooks belong to the user's model and its tensors.
-            module._forward_hooks.clear()
-            module._forward_pre_hooks.clear()
+            # Those of forward are part of what the model computes; those of backward would see the tracer's gradients.
+            if module._backward_hooks or module._backward_pre_hooks:
+                raise TraceError(
+                    f"{type(module).__name__} has a backward hook (register_full_backward_hook), which a compiled "
+                    "graph cannot call: remove it, or hook the parameters of the compiled model (register_hook)"
+                )
         self.model.forward = precision.around(self.model.forward)
         if loss_fn is not None:
             self.model.forward = _with_loss(self.model.forward, loss_fn)

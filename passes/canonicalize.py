@@ -4,6 +4,7 @@
   needs a gradient, and all that no result reads, assertions among it;
 - `view` and `_unsafe_view` become `reshape` with the sizes written out: a view may be impossible on the
   strides that a local shard or a backward op has;
+- lazy conjugates are computed;
 - `reshape -> (add)mm -> reshape`, HuggingFace's `Conv1D`, becomes `matmul` on the n-d tensor and an `add`
   of the bias: rows keep their batch and sequence dims, and the bias is added once, whatever axes the
   product is partial over. `linear` keeps its bias.
@@ -58,6 +59,10 @@ _IDENTITY_IF_UNCHANGED = _RESHAPES | {
     aten.expand.default,
     aten.slice.Tensor,
 }
+
+
+# Views that some ops refuse until they are resolved, which leaves no trace in a graph.
+_RESOLVED: dict[Any, Any] = {aten._conj.default: aten._conj_physical.default, aten._neg_view.default: aten.neg.default}
 
 
 class _Builder:
@@ -151,7 +156,8 @@ class _Builder:
         return matmul if bias is None else self._call(aten.add.Tensor, (matmul, bias), product)
 
     def _same(self, node: Node) -> Node:
-        return self._call(node.target, self._map(node.args), node, self._map(node.kwargs), node.name)
+        target = _RESOLVED.get(node.target, node.target)
+        return self._call(target, self._map(node.args), node, self._map(node.kwargs), node.name)
 
     def _call(
         self,

@@ -72,7 +72,9 @@ def differentiate(
         seeds: numbers of the results from which gradients flow; all that have one by default.
     """
     joint = _Joint(local, values, requires_grad, seeds)
-    joint.trace()
+    # On CPU torch would run an LSTM as one op of oneDNN, whose backward works in the call that recorded it only.
+    with torch.backends.mkldnn.flags(enabled=False):
+        joint.trace()
     return _Cut(joint).split()
 
 
@@ -360,12 +362,17 @@ def _is_free(node: Node) -> bool:
     return node.target in _VIEWS or node.target is torch.ops.autopar3d.axis_index.default
 
 
+_RESOLVED: dict[Any, Any] = {aten._conj.default: aten._conj_physical.default, aten._neg_view.default: aten.neg.default}
+
+
 def _finish(graph: Graph) -> GraphModule:
     """Tidy a traced graph: strides may differ at run time from those traced, and one `axis_index` a group is enough."""
     seen: dict[Any, Node] = {}
     for node in list(graph.nodes):
         if node.target in (aten.view.default, aten._unsafe_view.default):
             node.target = aten.reshape.default
+        # Lazy forms, which some ops refuse; the trace resolved them where torch would, and shows no sign of it.
+        node.target = _RESOLVED.get(node.target, node.target)
         if node.target is torch.ops.autopar3d.axis_index.default:
             first = seen.setdefault(node.args, node)
             if first is not node:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from . import (  # noqa: F401  (importing fills the table)
     attention,
     batch_norm,
+    complex,
     conv,
     create,
     embedding,

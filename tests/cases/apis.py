@@ -163,8 +163,9 @@ class Witness(LockstepExecutor):
 
     def run(self, graph: torch.fx.GraphModule, values: Sequence[Any]) -> list[Any]:
         for number, value in enumerate(values):
-            if len({tuple(v.shape) for v in value}) > 1:
-                self.uneven.append(f"argument {number} of a graph: {[tuple(v.shape) for v in value]}")
+            shapes = [tuple(v.shape) for v in value if isinstance(v, Tensor)]
+            if len(set(shapes)) > 1:
+                self.uneven.append(f"argument {number} of a graph: {shapes}")
         return super().run(graph, values)
 
     def _assembled(self, what: str, value: list[Tensor], layout: Layout, shape: tuple[int, ...]) -> Tensor:

@@ -40,11 +40,35 @@ def yes(*shape: int) -> Tensor:
 def samples() -> list[Sample]:
     """Every sample, in the order of the families."""
     families = (_matmul, _pointwise, _views, _norms, _softmax, _attention, _embedding, _losses, _reductions)
-    return [s for family in (*families, _creation, _conv, _index, _finer) for s in family()]
+    return [s for family in (*families, _creation, _conv, _index, _complex, _finer) for s in family()]
 
 
 def _s(op: Any, *args: Any, constant: tuple[int, ...] = (), **kwargs: Any) -> Sample:
     return Sample(op, args, kwargs, constant)
+
+
+def _complex() -> Iterator[Sample]:
+    def c(*shape: int) -> Tensor:
+        return torch.complex(t(*shape), t(*shape))
+
+    yield _s(aten.view_as_complex.default, t(4, 6, 2))
+    yield _s(aten.view_as_real.default, c(4, 6))
+    yield _s(aten._conj_physical.default, c(4, 6))
+    yield _s(aten.mul.Tensor, c(4, 6), c(6))
+    yield _s(aten.fft_fft.default, c(4, 6, 12))
+    yield _s(aten.fft_ifft.default, c(4, 6, 12), None, 1)
+    yield _s(aten.fft_rfft.default, t(4, 6, 12), 8, -1, "ortho")
+    yield _s(aten.fft_irfft.default, c(4, 6, 7), 12)
+    yield _s(aten.fft_hfft.default, c(4, 7))
+    yield _s(aten.fft_ihfft.default, t(4, 12))
+    yield _s(aten.fft_fft2.default, c(4, 6, 12))
+    yield _s(aten.fft_ifft2.default, c(4, 6, 12))
+    yield _s(aten.fft_rfft2.default, t(4, 6, 12))
+    yield _s(aten.fft_irfft2.default, c(4, 6, 7))
+    yield _s(aten.fft_fftn.default, c(4, 6, 4), None, [0, 2])
+    yield _s(aten.fft_ifftn.default, c(4, 6, 4), [4, 6])
+    yield _s(aten.fft_rfftn.default, t(4, 6, 4), None, [1, 2])
+    yield _s(aten.fft_irfftn.default, c(4, 6, 4), None, [1, 2])
 
 
 def _matmul() -> Iterator[Sample]:
