@@ -142,7 +142,3 @@ def test_values_follow_dropped_copies() -> None:
     assert_values_are_right(program)
     relu = next(n for n in program.graph.graph.nodes if n.target is aten.relu.default)
     assert not relu.meta["val"].is_contiguous()
-
-
-def test_scalars_read_from_tensors_stay() -> None:
-    assert "aten.item(%" in body(lambda self, x: x @ self.weight * x.sum().item())
