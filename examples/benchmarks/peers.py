@@ -1,0 +1,360 @@
+"""The same GPT, the same batch, on eight ranks with links of their own: DDP, FSDP2, tensor parallelism, and autopar3d.
+
+    bash ../shared/cluster.sh 8 200mbit python examples/benchmarks/peers.py run 512 --rate 200 --out /tmp/512-200.json
+    python examples/benchmarks/peers.py report /tmp/*.json
+
+Each system trains in its recommended form, with AdamW, from the same weights on the same global batch. Steps of all
+systems are interleaved, so that what else the machine does hits all of them. Rank 0 writes medians, bytes that left its
+link, and losses; `report` prints tables. Without a rate, links are those of one machine.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import resource
+import statistics
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    PrepareModuleInput,
+    RowwiseParallel,
+    SequenceParallel,
+    loss_parallel,
+    parallelize_module,
+)
+from torch.nn.parallel import DistributedDataParallel
+
+ROOT = Path(__file__).resolve().parents[2]
+if str(ROOT) not in sys.path:
+    sys.path.insert(0, str(ROOT))
+
+import autopar3d  # noqa: E402
+from autopar3d.hardware import Hardware, Link  # noqa: E402
+from examples.gpt import GPT, Attention, GPTConfig  # noqa: E402
+
+SENT = Path("/sys/class/net/eth0/statistics/tx_bytes")
+
+# hidden: layers, batch, sequence, heads; the last is to try the script
+SHAPES = {512: (2, 16, 128, 8), 1024: (2, 8, 128, 8), 256: (4, 64, 128, 8), 64: (1, 8, 16, 8)}
+GRIDS = ((8, 1, 1), (1, 8, 1), (2, 4, 1), (2, 2, 2))
+
+
+@dataclass
+class System:
+    """One way to train: a step that returns the loss of the global batch."""
+
+    name: str
+    step: Callable[[], float]
+    about: str = ""
+
+
+class LocalHeads(Attention):
+    """Attention over the heads that this rank's projections give."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        batch, seq, hidden = x.shape
+        q, k, v = (
+            linear(x).view(batch, seq, -1, hidden // self.heads).transpose(1, 2) for linear in (self.q, self.k, self.v)
+        )
+        y = nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
+        return self.o(y.transpose(1, 2).flatten(2))
+
+
+def config_of(hidden: int) -> GPTConfig:
+    layers, _, sequence, heads = SHAPES[hidden]
+    return GPTConfig(vocab=512, block=sequence, layers=layers, heads=heads, hidden=hidden)
+
+
+def batch_of(hidden: int) -> tuple[Tensor, Tensor]:
+    config, generator = config_of(hidden), torch.Generator().manual_seed(0)
+    tokens = torch.randint(config.vocab, (SHAPES[hidden][1], config.block + 1), generator=generator)
+    return tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
+
+
+def trainer(
+    model: nn.Module, batch: tuple[Tensor, ...], *, mean: Any = None, context: Any = None
+) -> Callable[[], float]:
+    """A training step; `mean` is the group over which losses are averaged for the record."""
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, foreach=True)
+
+    def step() -> float:
+        optimizer.zero_grad()
+        if context is None:
+            loss = model(*batch)
+            loss.backward()
+        else:
+            with context():
+                loss = model(*batch)
+                loss.backward()
+        optimizer.step()
+        value = loss.detach()
+        value = value.full_tensor() if isinstance(value, DTensor) else value
+        if mean is not None:
+            dist.all_reduce(value, group=mean)
+            value = value / dist.get_world_size(mean)
+        return value.item()
+
+    return step
+
+
+def part(batch: tuple[Tensor, ...], index: int, parts: int) -> tuple[Tensor, ...]:
+    return tuple(x.chunk(parts)[index].contiguous() for x in batch)
+
+
+# -- peers -----------------------------------------------------------------------------------------------------------
+
+
+def ddp(hidden: int) -> System:
+    model = DistributedDataParallel(GPT(config_of(hidden)), gradient_as_bucket_view=True)
+    mine = part(batch_of(hidden), dist.get_rank(), dist.get_world_size())
+    return System("DDP", trainer(model, mine, mean=dist.group.WORLD))
+
+
+def fsdp2(hidden: int) -> System:
+    model = GPT(config_of(hidden))
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("dp",))
+    for block in model.blocks:
+        fully_shard(block, mesh=mesh)
+    fully_shard(model, mesh=mesh)
+    mine = part(batch_of(hidden), dist.get_rank(), dist.get_world_size())
+    return System("FSDP2", trainer(model, mine, mean=dist.group.WORLD))
+
+
+def block_plan() -> dict[str, Any]:
+    """Tensor parallelism of a block as in torchtitan: sequence parallel between attention and MLP."""
+    return {
+        "norm1": SequenceParallel(),
+        "attention": PrepareModuleInput(input_layouts=(Shard(1),), desired_input_layouts=(Replicate(),)),
+        "attention.q": ColwiseParallel(),
+        "attention.k": ColwiseParallel(),
+        "attention.v": ColwiseParallel(),
+        "attention.o": RowwiseParallel(output_layouts=Shard(1)),
+        "norm2": SequenceParallel(),
+        "mlp": PrepareModuleInput(input_layouts=(Shard(1),), desired_input_layouts=(Replicate(),)),
+        "mlp.up": ColwiseParallel(),
+        "mlp.down": RowwiseParallel(output_layouts=Shard(1)),
+    }
+
+
+def tensor_parallel(model: GPT, mesh: Any) -> None:
+    """The blocks, and around them embeddings, head and loss over a sharded vocabulary."""
+    for layer in model.blocks:
+        layer.attention.__class__ = LocalHeads
+        parallelize_module(layer, mesh, block_plan())
+    parallelize_module(
+        model,
+        mesh,
+        {
+            "tokens": RowwiseParallel(input_layouts=Replicate(), output_layouts=Shard(1)),
+            "positions": RowwiseParallel(input_layouts=Replicate(), output_layouts=Shard(0)),
+            "norm": SequenceParallel(),
+            "head": ColwiseParallel(input_layouts=Shard(1), output_layouts=Shard(-1), use_local_output=False),
+        },
+    )
+
+
+def tp(hidden: int) -> System:
+    model = GPT(config_of(hidden))
+    tensor_parallel(model, init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("tp",)))
+    return System("TP", trainer(model, batch_of(hidden), context=loss_parallel))
+
+
+def fsdp2_tp(hidden: int, size: int) -> System:
+    data = dist.get_world_size() // size
+    mesh = init_device_mesh("cpu", (data, size), mesh_dim_names=("dp", "tp"))
+    model = GPT(config_of(hidden))
+    tensor_parallel(model, mesh["tp"])
+    for block in model.blocks:
+        fully_shard(block, mesh=mesh["dp"])
+    fully_shard(model, mesh=mesh["dp"])
+    mine = part(batch_of(hidden), mesh.get_local_rank("dp"), data)
+    return System(f"FSDP2 x TP {size}", trainer(model, mine, mean=mesh.get_group("dp"), context=loss_parallel))
+
+
+# -- ours ------------------------------------------------------------------------------------------------------------
+
+
+def hardware_of(rate: float | None) -> Hardware:
+    """Eight ranks on this machine's two cores, a link for each."""
+    link = Link(1.5e-3, (rate or 8000.0) * 1e6 / 8)
+    return Hardware("cluster", {"": 1.5e10}, 4.0e9, link, link, 1 << 30, "order of magnitude of the machine")
+
+
+def ours(hidden: int, grid: tuple[int, int, int], rate: float | None, regather: str, overlap: bool) -> System:
+    batch = batch_of(hidden)
+    par = autopar3d.compile(
+        GPT(config_of(hidden)),
+        grid,
+        batch,
+        hardware=hardware_of(rate),
+        regather=regather,
+        overlap="auto" if overlap else False,
+    )
+    name = f"autopar3d {grid[0]}x{grid[1]}x{grid[2]}{'' if overlap else ', no overlap'}"
+    about = f"regather={regather}, {sum(par.plan.bytes.values()) / 1e6:.1f} MB, {par.plan.seconds:.2f} s predicted"
+    return System(name, trainer(par, batch), about)
+
+
+def best(hidden: int, rate: float | None) -> tuple[tuple[int, int, int], str]:
+    """The grid and regather of the shortest predicted step; found by rank 0, the others need not plan too."""
+    choice: list[Any] = [None]
+    if dist.get_rank() == 0:
+        sizes = [s for s in (1, 2, 4, 8) if dist.get_world_size() % s == 0]
+        world = dist.get_world_size()
+        grids = [(x, y, world // x // y) for x in sizes for y in sizes if world % (x * y) == 0]
+        # The order of axes makes no difference where all have the same link.
+        grids = sorted({tuple(sorted(g, reverse=True)) for g in grids})  # type: ignore[misc]
+        with torch.device("meta"):
+            model, batch = GPT(config_of(hidden)), tuple(torch.empty_like(x) for x in batch_of(hidden))
+        found = {
+            (grid, regather): autopar3d.plan(model, grid, batch, hardware=hardware_of(rate), regather=regather).seconds
+            for grid in grids
+            for regather in ("all", "none")
+        }
+        choice = [min(found, key=found.__getitem__)]
+    dist.broadcast_object_list(choice)
+    return choice[0]
+
+
+def systems(hidden: int, rate: float | None, wanted: str) -> list[System]:
+    found: list[tuple[str, Callable[[], System]]] = [
+        ("ddp", lambda: ddp(hidden)),
+        ("fsdp2", lambda: fsdp2(hidden)),
+        ("tp", lambda: tp(hidden)),
+        ("fsdp2xtp2", lambda: fsdp2_tp(hidden, 2)),
+        ("fsdp2xtp4", lambda: fsdp2_tp(hidden, 4)),
+    ]
+    for overlap in (True, False):
+        end = "" if overlap else "-off"
+        for grid in GRIDS:
+            name = "x".join(map(str, grid)) + end
+            found.append((name, lambda g=grid, o=overlap: ours(hidden, g, rate, "none", o)))  # type: ignore[misc]
+
+        def auto(overlap: bool = overlap) -> System:
+            grid, regather = best(hidden, rate)
+            made = ours(hidden, grid, rate, regather, overlap)
+            size = "x".join(map(str, grid))
+            return System(f"autopar3d auto{'' if overlap else ', no overlap'}", made.step, f"{size}, {made.about}")
+
+        found.append((f"auto{end}", auto))
+    names = [n for n, _ in found] if wanted == "all" else wanted.split(",")
+    made = []
+    for name in names:
+        began = time.perf_counter()
+        made.append(next(make for n, make in found if n == name)())
+        if dist.get_rank() == 0:
+            print(f"{made[-1].name}: ready after {time.perf_counter() - began:.1f} s. {made[-1].about}", flush=True)
+    return made
+
+
+# -- measuring -------------------------------------------------------------------------------------------------------
+
+
+def sent() -> int:
+    return int(SENT.read_text()) if SENT.exists() else 0
+
+
+def run(arguments: argparse.Namespace) -> None:
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo")
+    base = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    made = systems(arguments.hidden, arguments.rate, arguments.systems)
+    walls: dict[str, list[float]] = {s.name: [] for s in made}
+    bytes_sent: dict[str, list[int]] = {s.name: [] for s in made}
+    losses: dict[str, list[float]] = {s.name: [] for s in made}
+    for turn in range(arguments.repeats + 1):
+        for i in range(len(made)):
+            system = made[(i + turn) % len(made)]
+            dist.barrier()
+            before, began = sent(), time.perf_counter()
+            losses[system.name].append(system.step())
+            dist.barrier()
+            if turn:  # the first is to warm up
+                walls[system.name].append(time.perf_counter() - began)
+                bytes_sent[system.name].append(sent() - before)
+        if dist.get_rank() == 0:
+            print(f"turn {turn}", {n: round(w[-1], 2) for n, w in walls.items() if w}, flush=True)
+    peak = (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - base) / 1e3
+    peaks: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(peaks, peak)
+    if dist.get_rank() == 0:
+        report = {
+            "hidden": arguments.hidden,
+            "rate": arguments.rate,
+            "load": Path("/proc/loadavg").read_text().split()[:3],
+            "systems": {
+                s.name: {
+                    "about": s.about,
+                    "seconds": walls[s.name],
+                    "bytes": statistics.median(bytes_sent[s.name]),
+                    "losses": losses[s.name],
+                    "peak MB": max(peaks) if len(made) == 1 else None,
+                }
+                for s in made
+            },
+        }
+        if arguments.out:
+            Path(arguments.out).write_text(json.dumps(report, indent=1))
+        show([report])
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def show(reports: list[dict[str, Any]]) -> None:
+    """Tables in Markdown, one per shape and rate."""
+    for report in sorted(reports, key=lambda r: (r["hidden"], r["rate"] or math.inf)):
+        layers, batch, sequence, _ = SHAPES[report["hidden"]]
+        rate = f"{report['rate']:.0f} Mbit/s" if report["rate"] else "links unlimited"
+        found = report["systems"]
+        medians = {n: statistics.median(s["seconds"]) for n, s in found.items()}
+        peers = {n: m for n, m in medians.items() if not n.startswith("autopar3d")}
+        least = min(peers.values(), default=math.nan)
+        print(f"\n### d={report['hidden']}, {layers} layers, {batch} x {sequence} tokens, {rate}\n")
+        print(
+            "| system | s/step | from .. to | MB sent | best peer / this | last loss | |\n|---|---|---|---|---|---|---|"
+        )
+        for name, s in found.items():
+            low, high = min(s["seconds"]), max(s["seconds"])
+            ratio = f"{least / medians[name]:.2f}" if peers else ""
+            print(
+                f"| {name} | {medians[name]:.2f} | {low:.2f} .. {high:.2f} | {s['bytes'] / 1e6:.1f} | {ratio} "
+                f"| {s['losses'][-1]:.5f} | {s['about']} |"
+            )
+        last = [s["losses"][-1] for s in found.values()]
+        print(f"\nLosses differ by at most {max(last) - min(last):.1e}. Load average {' '.join(report['load'])}.")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    commands = parser.add_subparsers(dest="command", required=True)
+    one = commands.add_parser("run", help="on every rank")
+    one.add_argument("hidden", type=int, choices=SHAPES)
+    one.add_argument("--rate", type=float, help="of the links, in Mbit/s: what plans are made for")
+    one.add_argument("--repeats", type=int, default=7)
+    one.add_argument("--systems", default="all", help="such as ddp,tp,fsdp2xtp4,2x4x1,2x4x1-off,auto")
+    one.add_argument("--out", help="where rank 0 writes JSON")
+    several = commands.add_parser("report", help="tables of files that `run` wrote")
+    several.add_argument("files", nargs="+")
+    arguments = parser.parse_args()
+    if arguments.command == "run":
+        run(arguments)
+    else:
+        show([json.loads(Path(f).read_text()) for f in arguments.files])
+
+
+if __name__ == "__main__":
+    main()
