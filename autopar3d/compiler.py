@@ -55,6 +55,7 @@ def compile(  # noqa: A001  (as torch.compile)
     strict: bool = False,
     check: bool | None = None,
     mixed_precision: MixedPrecision | torch.dtype | None = None,
+    backend: str = "eager",
     seed: int = 0,
 ) -> ParallelModule:
     """Parallelize `model` over a grid of ranks. Every rank of the process group calls this with the same arguments.
@@ -85,6 +86,7 @@ def compile(  # noqa: A001  (as torch.compile)
         check: None compares the inputs across ranks at the first call of each plan; True at every call, and the traced
             graph with the model on the examples; False never.
         mixed_precision: a dtype in which to compute with parameters that are kept in their own, or a `MixedPrecision`.
+        backend: "eager" runs the graphs op by op; "inductor" compiles them, in the order in which they are.
         seed: of dropout and other random numbers, and of the initialisation of meta models.
 
     Raises:
@@ -94,6 +96,8 @@ def compile(  # noqa: A001  (as torch.compile)
         PlanError: unknown options, or `strict` found something.
         MismatchError: ranks passed different arguments or made different plans, or another rank failed.
     """
+    if backend not in ("eager", "inductor"):
+        raise PlanError(f"backend={backend!r} is not known; choose 'eager' or 'inductor'")
     options = Options(scheme, inputs, outputs, regather, strict, overlap, MixedPrecision.of(mixed_precision))
     compiler = runtime.jointly(
         "compile",
@@ -110,7 +114,7 @@ def compile(  # noqa: A001  (as torch.compile)
             "all ranks must pass the same model and inputs",
         )
     connection = runtime.connect(compiler.grid, compiler.device.type)
-    compiler.executor = RankExecutor(compiler.grid, *connection, sharded_inputs=inputs == "sharded")
+    compiler.executor = RankExecutor(compiler.grid, *connection, sharded_inputs=inputs == "sharded", backend=backend)
     return compiler.module(model, example_inputs, example_kwargs)
 
 

@@ -21,6 +21,7 @@ from . import postmortem
 from .dtensor import like_parameter, local, placements, to_dtensor
 from .errors import StateError
 from .grid import Grid
+from .inductor import Inductor
 from .layout import Layout
 from .lockstep import run_lockstep
 from .passes.differentiate import Differentiated
@@ -220,14 +221,23 @@ class RankExecutor:
         mesh: the grid's mesh, with the groups registered under the grid's aliases (see `runtime.connect`).
         index: this rank's position in the grid.
         groups: what the axes' names in graphs stand for; held, because torch's registry does not.
+        backend: "eager" runs graphs op by op, "inductor" compiles them.
         sharded_inputs: whether plain tensors arrive as this rank's part already.
     """
 
     def __init__(
-        self, grid: Grid, mesh: DeviceMesh, index: int, groups: Sequence[ProcessGroup], *, sharded_inputs: bool
+        self,
+        grid: Grid,
+        mesh: DeviceMesh,
+        index: int,
+        groups: Sequence[ProcessGroup],
+        *,
+        sharded_inputs: bool,
+        backend: str = "eager",
     ) -> None:
         self.grid, self.mesh, self.index, self.sharded_inputs = grid, mesh, index, sharded_inputs
         self.groups = tuple(groups)
+        self.inductor = Inductor() if backend == "inductor" else None
 
     def store(self, tensor: Tensor, layout: Layout) -> Tensor:
         mine = layout.shard(tensor, self.grid, self.index).clone(memory_format=torch.contiguous_format)
@@ -249,7 +259,7 @@ class RankExecutor:
 
     def run(self, graph: GraphModule, values: Sequence[Any]) -> list[Any]:
         try:
-            return list(graph(*values))
+            return list(graph(*values)) if self.inductor is None else self.inductor.run(graph, values)
         except RuntimeError as error:
             if not postmortem.is_of_a_peer(error):
                 raise

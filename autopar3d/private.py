@@ -6,6 +6,8 @@ placement that only it may know.)
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING, Any
+
 # A graph names its groups, the same on every rank; the names that a DeviceMesh gives differ by rank.
 from torch._C._distributed_c10d import _register_process_group as register_process_group
 from torch._C._distributed_c10d import _resolve_process_group as resolve_process_group
@@ -24,6 +26,9 @@ from torch.distributed.distributed_c10d import _set_pg_timeout as set_group_time
 # The only pytrees that torch.export's own specs are made of.
 from torch.utils import _pytree as pytree
 
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
 TreeSpec = pytree.TreeSpec
 keystr = pytree.keystr
 tree_flatten_with_path = pytree.tree_flatten_with_path
@@ -32,12 +37,29 @@ tree_leaves = pytree.tree_leaves
 tree_map_only = pytree.tree_map_only
 tree_unflatten = pytree.tree_unflatten
 
+
+def inductor() -> tuple[Any, Callable[..., Any], Callable[[], Any]]:
+    """Inductor below dynamo and AOTAutograd, for which emitted graphs are what these would give it.
+
+    Imported when it is asked for, as that takes seconds.
+
+    Returns:
+        its config, its compiler of one graph, and the table of the decompositions that it expects.
+    """
+    from torch._inductor import config
+    from torch._inductor.compile_fx import compile_fx_inner
+    from torch._inductor.decomposition import select_decomp_table
+
+    return config, compile_fx_inner, select_decomp_table
+
+
 __all__ = [
     "FakeTensor",
     "FakeTensorMode",
     "GroupName",
     "TreeSpec",
     "get_default_store",
+    "inductor",
     "keystr",
     "pytree",
     "register_process_group",

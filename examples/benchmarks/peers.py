@@ -213,19 +213,12 @@ def best(hidden: int, rate: float | None) -> tuple[tuple[int, int, int], str]:
     """The grid and regather of the shortest predicted step; found by rank 0, the others need not plan too."""
     choice: list[Any] = [None]
     if dist.get_rank() == 0:
-        sizes = [s for s in (1, 2, 4, 8) if dist.get_world_size() % s == 0]
-        world = dist.get_world_size()
-        grids = [(x, y, world // x // y) for x in sizes for y in sizes if world % (x * y) == 0]
-        # The order of axes makes no difference where all have the same link.
-        grids = sorted({tuple(sorted(g, reverse=True)) for g in grids})  # type: ignore[misc]
         with torch.device("meta"):
             model, batch = GPT(config_of(hidden)), tuple(torch.empty_like(x) for x in batch_of(hidden))
-        found = {
-            (grid, regather): autopar3d.plan(model, grid, batch, hardware=hardware_of(rate), regather=regather).seconds
-            for grid in grids
-            for regather in ("all", "none")
-        }
-        choice = [min(found, key=found.__getitem__)]
+        how = {"hardware": hardware_of(rate), "world_size": dist.get_world_size()}
+        plans = {r: autopar3d.plan(model, "auto", batch, regather=r, **how) for r in ("all", "none")}
+        regather = min(plans, key=lambda r: plans[r].seconds)
+        choice = [(plans[regather].grid, regather)]
     dist.broadcast_object_list(choice)
     return choice[0]
 

@@ -36,6 +36,20 @@ from autopar3d.private import GroupName, register_process_group  # noqa: E402
 from examples.benchmarks.peers import LocalHeads, block_plan  # noqa: E402
 from examples.gpt import Block, GPTConfig  # noqa: E402
 
+INTRODUCTION = """# What is sent and held
+
+GPT blocks (separate q, k, v and o, an MLP of four times the hidden size, no biases) on 8 and on 64 devices: elements
+that each rank sends in a step by ring convention, and that it holds. "Saved" is what is kept between forward and
+backward, beside parameters. Made by
+
+    python examples/benchmarks/volumes.py --write docs
+
+Peers were run, one rank of them, on a process group that counts; the closed forms beside them are `2 (P-1)/P W` of DDP,
+`3 (P-1)/P W` of FSDP2, `8 (t-1)/P M h` a layer of tensor parallelism over t, and `3 (d-1)/d W/t` of FSDP2 over d on top
+(W weights, M tokens, h hidden). Numbers of autopar3d are those of its plans, which are those of the emitted graphs to
+the byte. `regather="all"` keeps only shards for backward, `"none"` keeps what was gathered.
+"""
+
 LAYERS, HIDDEN, HEADS, SEQUENCE = 2, 1024, 16, 512
 
 
@@ -292,18 +306,25 @@ def plot(results: dict[tuple[int, int], list[Row]], path: Path) -> None:
 
     matplotlib.use("Agg")
     from matplotlib import pyplot
+    from matplotlib.ticker import ScalarFormatter
 
     figure, panels = pyplot.subplots(1, len(results), figsize=(13, 5.5))
     for panel, ((world, batch), found) in zip(panels, results.items(), strict=True):
+        labels: dict[tuple[float, float], list[str]] = {}
         for row in found:
             own = row.name.startswith("autopar3d")
-            panel.scatter(
-                row.held, row.sent, marker="o" if own else "s", color="#0072B2" if own else "#D55E00", zorder=3
-            )
-            label = row.name.removeprefix("autopar3d ").replace("regather=", "").replace("scheme=", "")
-            panel.annotate(label, (row.held, row.sent), xytext=(5, 3), textcoords="offset points", fontsize=7)
+            colour = "#0072B2" if own else "#D55E00"
+            panel.scatter(row.held, row.sent, marker="o" if own else "s", color=colour, zorder=3)
+            place = next((p for p in labels if abs(p[0] / row.held - 1) + abs(p[1] / row.sent - 1) < 0.04), None)
+            short = row.name.removeprefix("autopar3d ").replace("regather=", "").replace("scheme=", "")
+            labels.setdefault(place or (row.held, row.sent), []).append(short)
+        for place, names in labels.items():
+            panel.annotate("\n".join(names), place, xytext=(6, -2), textcoords="offset points", fontsize=7)
         panel.set_xscale("log")
         panel.set_yscale("log")
+        for axis in (panel.xaxis, panel.yaxis):
+            axis.set_major_formatter(ScalarFormatter())
+            axis.set_minor_formatter(ScalarFormatter())
         panel.set_title(f"{world} devices, {batch * SEQUENCE} tokens", fontsize=10)
         panel.set_xlabel("held per rank, millions of elements")
         panel.set_ylabel("sent per rank and step, millions of elements")
@@ -330,7 +351,7 @@ def main() -> None:
         )
     print(text)
     if folder:
-        (folder / "volumes.md").write_text(text)
+        (folder / "volumes.md").write_text(f"{INTRODUCTION}{text}\n![](volumes.png)\n")
         plot(results, folder / "volumes.png")
 
 
