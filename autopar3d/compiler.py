@@ -14,9 +14,11 @@ from torch import Tensor, nn
 from . import runtime
 from .call import Leaves, Prepared, bind, stand_ins
 from .checks import compare_with_model
+from .constraints import check_carried_out, unfit
 from .dtensor import is_exact
 from .errors import GridError, InputError, LayoutError, PlanError
 from .execute import LockstepExecutor, RankExecutor
+from .explain import Choices
 from .grid import Grid, GridLike
 from .grids import Chosen, choose
 from .hardware import Hardware, resolve
@@ -52,6 +54,8 @@ def compile(  # noqa: A001  (as torch.compile)
     regather: str = "all",
     hardware: Hardware | str | None = None,
     overlap: bool | str = "auto",
+    constraints: Mapping[str, str | Layout] | None = None,
+    plan: Plan | None = None,
     strict: bool = False,
     check: bool | None = None,
     mixed_precision: MixedPrecision | torch.dtype | None = None,
@@ -82,6 +86,10 @@ def compile(  # noqa: A001  (as torch.compile)
         hardware: a `Hardware`, a profile's name, or None for the default of the device type.
         overlap: "auto" merges small collectives and orders the graphs so that communication runs beside compute, where
             the predicted time gets shorter; True does so always; False leaves each wait right after its start.
+        constraints: layouts that are decided, by glob: `{"*.fc1.weight": "[z, y]"}` for parameters by name,
+            `{"blocks.*.fc1": "[xy, -, z]"}` for the results of modules' ops, as a plan prints them.
+        plan: a plan of this model on this grid, from `plan(...)` or `Plan.load(path)`, to be carried out instead of
+            searching for one. Calls of other shapes are planned anew, with the parameters as it stores them.
         strict: make it an error when something is kept whole or has no rule.
         check: None compares the inputs across ranks at the first call of each plan; True at every call, and the traced
             graph with the model on the examples; False never.
@@ -93,16 +101,20 @@ def compile(  # noqa: A001  (as torch.compile)
         GridError: the grid is malformed or its size is not the world size.
         LaunchError: there is no process group.
         TraceError: the model cannot be made a graph.
-        PlanError: unknown options, or `strict` found something.
+        PlanError: unknown options, `strict` found something, or constraints or a plan that do not fit.
         MismatchError: ranks passed different arguments or made different plans, or another rank failed.
     """
     if backend not in ("eager", "inductor"):
         raise PlanError(f"backend={backend!r} is not known; choose 'eager' or 'inductor'")
-    options = Options(scheme, inputs, outputs, regather, strict, overlap, MixedPrecision.of(mixed_precision))
+    options = Options(
+        scheme, inputs, outputs, regather, strict, overlap, MixedPrecision.of(mixed_precision), constraints
+    )
     compiler = runtime.jointly(
         "compile",
-        lambda: Compiler(model, _given(grid, processes=True), options, hardware, loss_fn, check=check, seed=seed),
-        lambda made: f"grid={made.grid} {made.grid.ranks or ''} seed={seed} {options}",
+        lambda: Compiler(
+            model, _given(grid, processes=True), options, hardware, loss_fn, check=check, seed=seed, given=plan
+        ),
+        lambda made: f"grid={made.grid} {made.grid.ranks or ''} seed={seed} {options} {plan.digest if plan else ''}",
         "all ranks must pass the same arguments",
     )
     if _is_auto(grid):
@@ -132,6 +144,8 @@ def simulate(
     regather: str = "all",
     hardware: Hardware | str | None = None,
     overlap: bool | str = "auto",
+    constraints: Mapping[str, str | Layout] | None = None,
+    plan: Plan | None = None,
     strict: bool = False,
     check: bool | None = None,
     mixed_precision: MixedPrecision | torch.dtype | None = None,
@@ -148,8 +162,10 @@ def simulate(
     Raises:
         GridError, TraceError, PlanError: as `compile`.
     """
-    options = Options(scheme, inputs, outputs, regather, strict, overlap, MixedPrecision.of(mixed_precision))
-    compiler = Compiler(model, _given(grid, world_size), options, hardware, loss_fn, check=check, seed=seed)
+    options = Options(
+        scheme, inputs, outputs, regather, strict, overlap, MixedPrecision.of(mixed_precision), constraints
+    )
+    compiler = Compiler(model, _given(grid, world_size), options, hardware, loss_fn, check=check, seed=seed, given=plan)
     if world_size is not None and _is_auto(grid):
         compiler.choose(world_size, example_inputs, example_kwargs)
     compiler.executor = LockstepExecutor(compiler.grid)
@@ -170,6 +186,8 @@ def plan(
     regather: str = "all",
     hardware: Hardware | str | None = None,
     overlap: bool | str = "auto",
+    constraints: Mapping[str, str | Layout] | None = None,
+    plan: Plan | None = None,
     strict: bool = False,
     check: bool | None = None,
     mixed_precision: MixedPrecision | torch.dtype | None = None,
@@ -189,12 +207,14 @@ def plan(
     cube = _given(grid, world_size)
     if example_inputs is None and not example_kwargs:
         raise InputError("plan needs example_inputs= (meta tensors do): layouts depend on the shapes")
-    options = Options(scheme, inputs, outputs, regather, strict, overlap, MixedPrecision.of(mixed_precision))
-    compiler = Compiler(model, cube, options, hardware, loss_fn, check=check, seed=seed)
+    options = Options(
+        scheme, inputs, outputs, regather, strict, overlap, MixedPrecision.of(mixed_precision), constraints
+    )
+    compiler = Compiler(model, cube, options, hardware, loss_fn, check=check, seed=seed, given=plan)
     if world_size is not None and _is_auto(grid):
         compiler.choose(world_size, example_inputs, example_kwargs)
     args, kwargs = _call(example_inputs, example_kwargs)
-    return compiler.step(args, kwargs, compiler.skeleton.modes(), {}, {})[1]
+    return compiler.step(args, kwargs, compiler.skeleton.modes(), {}, {}, compiler.given)[1]
 
 
 class Compiler(Engine):
@@ -213,6 +233,7 @@ class Compiler(Engine):
         *,
         check: bool | None,
         seed: int,
+        given: Plan | None = None,
     ) -> None:
         if not isinstance(model, nn.Module):
             raise PlanError(f"model is a {type(model).__name__}; it must be an nn.Module")
@@ -223,6 +244,7 @@ class Compiler(Engine):
         self.chosen: Chosen | None = None  # from `choose` to the first step
         self.hardware = resolve(hardware, self.device)
         self.skeleton = Skeleton(model, self.device, loss_fn, options.precision)
+        self.given = _checked(given, options)
         self.pinned: dict[str, Layout] = {}  # by name of parameter or input, once planned
         self.model: nn.Module | None = None  # only until its tensors are taken over
 
@@ -272,16 +294,23 @@ class Compiler(Engine):
         modes: dict[str, bool],
         trainable: dict[str, bool],
         pinned: Mapping[str, Layout],
+        given: Plan | None = None,
     ) -> tuple[Step, Plan]:
-        """Trace and plan one call."""
+        """Trace and plan one call, or carry out a plan that is given."""
         if self.chosen is not None:
             chosen, self.chosen = self.chosen, None
             made = make_plan(chosen.step, options=chosen.options)
-            return chosen.step, replace(made, candidates=chosen.candidates)
+            return chosen.step, replace(
+                made, candidates=chosen.candidates, choices=Choices(chosen.step, chosen.options)
+            )
         program, options = self._traced(args, kwargs, modes, trainable)
         places = {a.node: pinned[a.names[0]] for a in program.arguments if a.names[0] in pinned}
-        step = scheduled(build_step(program, self.grid, self.hardware, options, places or None), options.overlap)
-        return step, make_plan(step, options=self.options)
+        step = build_step(program, self.grid, self.hardware, options, places or None, given=given)
+        step = scheduled(step, options.overlap)
+        made = make_plan(step, options=self.options)
+        if given is not None:
+            check_carried_out(given, made)
+        return step, replace(made, choices=Choices(step, options))
 
     def _traced(
         self, args: tuple[Any, ...], kwargs: dict[str, Any], modes: dict[str, bool], trainable: dict[str, bool]
@@ -319,7 +348,7 @@ class Compiler(Engine):
             self._refuse_other_cuts(step)
             return step, made
         trainable = {name: p.requires_grad for name, p in self.model.named_parameters()}
-        step, made = self.step(args, kwargs, modes, trainable, {})
+        step, made = self.step(args, kwargs, modes, trainable, {}, self.given)
         if self.check:
             program = step.program
             if program.arguments_of("key"):  # random numbers of our own: compare with torch's instead
@@ -460,6 +489,25 @@ def _given(grid: GridLike, world_size: int | None = None, *, processes: bool = F
     if world_size is None and not processes:
         raise GridError('grid="auto" needs world_size=, the number of devices, where there is no process group')
     return None
+
+
+def _checked(given: Plan | None, options: Options) -> Plan | None:
+    """The plan, if the call's options are those that it was made with."""
+    if given is None:
+        return None
+    problems = [
+        f"it was made with {name}={theirs!r}, this call has {mine!r}"
+        for name, theirs, mine in (
+            ("regather", given.regather, options.regather),
+            ("inputs", given.inputs, options.inputs),
+        )
+        if theirs and theirs != mine
+    ]
+    if options.constraints:
+        problems.append("constraints= goes with planning; a plan decides everything")
+    if problems:
+        raise PlanError(unfit(problems))
+    return given
 
 
 def _call(example_inputs: Any, example_kwargs: Mapping[str, Any] | None) -> tuple[tuple[Any, ...], dict[str, Any]]:

@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 
 from torch.fx import Node
 
+from .errors import PlanError
 from .factors import Factors, is_getitem, producer
 from .grid import Grid
 from .plan import Decisions
@@ -163,6 +164,40 @@ def _idle(group: FactorClass, factors: Factors, decisions: Decisions, grid: Grid
     ops = [n for n, _ in group.factors if n.name in decisions.seconds]
     ops = [n for n in ops if factors.specs[n].flops] or ops
     return any(grid.extent(decisions.strategies[n.name].axes) < grid.size for n in ops)
+
+
+Pads = tuple[tuple[str, int, int], ...]
+"""Per class that was made longer: a value that has it, the number of the atom there, and its length."""
+
+
+def pads_of(factors: Factors) -> Pads:
+    """What was padded, from which `again` does the same."""
+    found = {}
+    for group in classes(factors):
+        value, i = min(group.atoms, key=lambda at: (at[0].name, at[1]))
+        if i in factors.values[value].pads:
+            found[value.name, i] = factors.values[value].atoms[i]
+    return tuple((name, i, n) for (name, i), n in sorted(found.items()))
+
+
+def again(factors: Factors, pads: Pads) -> Factors:
+    """The factors with what was padded before, when it is a graph of the same model.
+
+    Raises:
+        PlanError: there is no such value or atom, or the length is no longer one.
+    """
+    if not pads:
+        return factors
+    wanted = {(name, i): n for name, i, n in pads}
+    lengths = {}
+    for group in classes(factors):
+        for value, i in group.atoms:
+            if (n := wanted.pop((value.name, i), None)) is not None and n >= group.length:
+                lengths[group] = n
+    if wanted:
+        names = ", ".join(f"atom {i} of {name} to {n}" for (name, i), n in wanted.items())
+        raise PlanError(f"plan= pads what this model does not have: {names}")
+    return pad(factors, lengths)
 
 
 def _lengths(length: int, grid: Grid) -> list[int]:

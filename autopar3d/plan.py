@@ -7,19 +7,28 @@ where and what it costs, without a reference to any graph, so that it prints, ha
 from __future__ import annotations
 
 import dataclasses
+import hashlib
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
+from .difference import Difference, difference
 from .errors import PlanError
+from .explanation import Explanation
 from .grid import Grid
 from .hardware import Hardware
 from .printout import render
 from .recording import Recording
 from .redistribute import State
 from .strategies import Strategy
+
+
+class Choices(Protocol):
+    """What a plan was chosen from."""
+
+    def explain(self, name: str) -> Explanation: ...
 
 
 @dataclass(frozen=True)
@@ -203,13 +212,16 @@ class Plan:
         seconds: predicted time of forward and backward as scheduled.
         compute: seconds of it in which compute runs.
         communication, exposed: per axis, seconds of its collectives, and seconds that compute waits for them.
-        cost: the planner's objective; `bound`: no plan in the space searched costs less; `exact`: they are equal.
+        objective: what the planner minimised, in seconds; `bound`: no plan in the space searched has less; `exact`:
+            they are equal.
         whole: tensors kept whole -> why.
         repeated: ops repeated on some axes.
         without_rule: ops computed whole for want of a rule -> number of uses.
         notes: what else a user should know, in sentences.
         timeline: what will happen when, predicted; None in a plan from a file.
         candidates: with grid="auto", the grids considered, best first.
+        pads: what was made longer (see `padding.Pads`).
+        choices: what `explain` looks into; None of a plan that was loaded or copied.
         hash: digest of decisions, layouts and graphs: equal exactly when ranks run the same program.
     """
 
@@ -234,7 +246,7 @@ class Plan:
     compute: float
     communication: dict[str, float]
     exposed: dict[str, float]
-    cost: float
+    objective: float
     bound: float
     exact: bool
     whole: dict[str, str]
@@ -243,11 +255,19 @@ class Plan:
     hash: str
     notes: tuple[str, ...] = ()
     candidates: tuple[Candidate, ...] = ()
+    pads: tuple[tuple[str, int, int], ...] = ()
     timeline: Recording | None = field(default=None, compare=False, repr=False)
+    choices: Choices | None = field(default=None, repr=False, compare=False)
 
     @property
     def devices(self) -> int:
         return self.grid[0] * self.grid[1] * self.grid[2]
+
+    @property
+    def digest(self) -> str:
+        """Of what the plan decides: equal for plans that are carried out alike."""
+        parts = [self.grid, self.strategies, self.storage, self.copies, self.pads]
+        return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()
 
     @property
     def flops(self) -> float:
@@ -291,10 +311,31 @@ class Plan:
             raise PlanError("a plan from a file has no timeline; make it anew with autopar3d.plan(...)")
         return self.timeline
 
+    def explain(self, name: str) -> Explanation:
+        """The strategies of one op with their costs, and what choosing each would change elsewhere.
+
+        Args:
+            name: a module, as "blocks.3.mlp.fc1", or the name of a graph node, as in `ops`.
+
+        Raises:
+            PlanError: there is no such op, or several; or the plan comes from a file and has no graph to search.
+        """
+        if self.choices is None:
+            raise PlanError("explain searches the graph, which is not in a plan's file: make the plan with plan(...)")
+        return self.choices.explain(name)
+
+    def diff(self, other: Plan) -> Difference:
+        """What another plan of the same model does otherwise, and what each costs."""
+        return difference(self, other)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "choices": None}  # pickled and copied as data
+
     def to_dict(self) -> dict[str, Any]:
         """Plain lists, dicts, numbers and strings, from which `from_dict` makes an equal plan, without its timeline."""
-        whole = dataclasses.asdict(dataclasses.replace(self, timeline=None))
-        plain: dict[str, Any] = json.loads(json.dumps({k: v for k, v in whole.items() if k != "timeline"}))
+        bare = dataclasses.replace(self, timeline=None, choices=None)
+        plain: dict[str, Any] = json.loads(json.dumps(dataclasses.asdict(bare)))
+        del plain["choices"], plain["timeline"]
         return {"format": _FORMAT, **plain}
 
     @classmethod
@@ -311,8 +352,9 @@ class Plan:
             for name, kind in _PARTS.items():
                 data[name] = tuple(_restored(kind, item) for item in data[name])
             fields: dict[str, Any] = {k: tuple(v) if isinstance(v, list) else v for k, v in data.items()}
+            fields["pads"] = tuple((str(name), int(i), int(n)) for name, i, n in fields["pads"])
             return cls(**fields)
-        except (KeyError, TypeError) as error:
+        except (KeyError, TypeError, ValueError) as error:
             raise PlanError(f"this plan is damaged: {error}") from error
 
     def save(self, path: str | Path) -> None:
@@ -321,11 +363,21 @@ class Plan:
 
     @classmethod
     def load(cls, path: str | Path) -> Plan:
-        """Read a plan that `save` wrote. Runs no code."""
-        return cls.from_dict(json.loads(Path(path).read_text()))
+        """Read a plan that `save` wrote. Runs no code.
+
+        Raises:
+            PlanError: the file holds no plan, or one of another format.
+        """
+        try:
+            plain = json.loads(Path(path).read_text())
+        except json.JSONDecodeError as error:
+            raise PlanError(f"{path} is no plan: {error}") from error
+        if not isinstance(plain, dict):
+            raise PlanError(f"{path} is no plan: it holds a {type(plain).__name__}")
+        return cls.from_dict(plain)
 
 
-_FORMAT = 2
+_FORMAT = 3
 
 _PARTS: dict[str, type[Any]] = {
     "parameters": ParameterPlan,

@@ -43,11 +43,11 @@ def _head(plan: Plan) -> str:
     if plan.inputs:
         options.append(f"{plan.inputs} inputs")
     where = f"grid {axes}: {plan.devices} device{'s' if plan.devices > 1 else ''}"
-    found = "proven minimal" if plan.exact else f"at most {_percent(plan.cost, plan.bound)} above the minimum"
+    found = "proven minimal" if plan.exact else f"at most {_percent(plan.objective, plan.bound)} above the minimum"
     lines = [
         f"Plan {plan.hash[:12]}  " + ", ".join([where, f"hardware {plan.hardware}", *options]),
         f"Predicted step {second_text(plan.seconds)}: compute {second_text(plan.compute)}, exposed communication "
-        f"{second_text(sum(plan.exposed.values()))}. Planner's objective {second_text(plan.cost)}, {found}.",
+        f"{second_text(sum(plan.exposed.values()))}. Planner's objective {second_text(plan.objective)}, {found}.",
     ]
     if plan.devices > 1:
         lines.append(wrapped(_LEGEND, WIDTH))

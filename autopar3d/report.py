@@ -18,6 +18,7 @@ from .attribution import Attribution
 from .collectives import collectives
 from .factors import is_getitem, producer
 from .layout import Layout
+from .padding import pads_of
 from .passes.rewrite import Movement
 from .plan import OpPlan, OutputPlan, ParameterPlan, Plan, Repeated, Sent
 from .program import module_path, source_line, text
@@ -96,7 +97,7 @@ class _Accountant:
             compute=sum(t.compute for t in lines),
             communication={a: sum(t.communication.get(a, 0.0) for t in lines) for a in grid.axes},
             exposed={a: sum(t.exposed.get(a, 0.0) for t in lines) for a in grid.axes},
-            cost=decisions.cost,
+            objective=decisions.cost,
             bound=decisions.bound,
             exact=decisions.exact,
             whole=dict(decisions.whole),
@@ -104,6 +105,7 @@ class _Accountant:
             without_rule={op: len(nodes) for op, nodes in self.factors.without_rule.items()},
             hash=self._hash(),
             notes=(*self.program.notes, *self._padded()),
+            pads=pads_of(self.factors),
             timeline=predict(dict(zip(("forward", "backward"), self._graphs(), strict=False)), grid, self.hardware),
         )
 

@@ -8,7 +8,7 @@ to `entangled`, which bounds it from below, and mostly decides it too; `Solution
 from __future__ import annotations
 
 import heapq
-from collections.abc import Hashable, Iterator
+from collections.abc import Hashable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -53,11 +53,25 @@ class Problem:
 
     def solve(self) -> Solution:
         work = _Work(self)
-        folded: list[tuple[Any, int, dict[Any, int]]] = []
-        while work.costs and (v := work.next()) is not None:
-            folded.append((v, work.costs[v], dict(work.around[v])))
-            work.fold(v)
+        folded = work.fold_all()
         choice, bound, exact = work.rest()
+        return self._unfolded(work, folded, choice, bound, exact)
+
+    def solve_each(self, name: Hashable) -> list[Solution]:
+        """For each state of one vertex, the best choice with that state: all but that vertex is folded once."""
+        work = _Work(self, last=name)
+        folded = work.fold_all()
+        costs = work.table(work.costs[name])
+        found = []
+        for state in range(len(costs)):
+            only = np.where(np.arange(len(costs)) == state, costs, np.inf)
+            choice, bound, exact = work.rest({name: only})
+            found.append(self._unfolded(work, folded, {**choice, name: state}, bound, exact))
+        return found
+
+    def _unfolded(
+        self, work: _Work, folded: list[_Folded], choice: dict[Any, int], bound: float, exact: bool
+    ) -> Solution:
         for v, costs, around in reversed(folded):
             total = work.table(costs).copy()
             for u, matrix in around.items():
@@ -67,10 +81,15 @@ class Problem:
         return Solution({v: choice[v] for v in self.costs}, cost, cost if exact else min(bound, cost), exact)
 
 
+_Folded = tuple[Any, int, dict[Any, int]]
+"""A vertex that was folded, the number of its costs then, and its neighbours then."""
+
+
 class _Work:
     """The graph while it is folded. Arrays go by number: what was computed from equal numbers is not computed again."""
 
-    def __init__(self, problem: Problem) -> None:
+    def __init__(self, problem: Problem, last: Any = None) -> None:
+        self.last = last  # a vertex that is not folded
         self.tables: list[np.ndarray] = [np.zeros(0)]  # a number's array; -n is the transpose of n
         self.known: dict[Any, int] = {}  # how an array was made -> its number
         self.costs: dict[Any, int] = {v: self._given(c) for v, c in problem.costs.items()}
@@ -93,9 +112,17 @@ class _Work:
         while self.heap and self.heap[0][0] <= 2:
             degree, i = heapq.heappop(self.heap)
             v = self.names[i]
-            if v in self.costs and len(self.around[v]) == degree:
+            if v in self.costs and len(self.around[v]) == degree and v != self.last:
                 return v
         return None
+
+    def fold_all(self) -> list[_Folded]:
+        """Fold while there is something to fold; what was folded, in order."""
+        folded = []
+        while self.costs and (v := self.next()) is not None:
+            folded.append((v, self.costs[v], dict(self.around[v])))
+            self.fold(v)
+        return folded
 
     def fold(self, v: Any) -> None:
         costs, around = self.costs.pop(v), list(self.around.pop(v).items())
@@ -114,14 +141,19 @@ class _Work:
         for u, _ in around:
             heapq.heappush(self.heap, (len(self.around[u]), self.order[u]))
 
-    def rest(self) -> tuple[dict[Any, int], float, bool]:
-        """States for what did not fold, a bound on it, and whether they are minimal."""
+    def rest(self, other: Mapping[Any, np.ndarray] | None = None) -> tuple[dict[Any, int], float, bool]:
+        """States for what did not fold, a bound on it, and whether they are minimal.
+
+        Args:
+            other: costs in place of a vertex's own.
+        """
         if not self.costs:
             return {}, 0.0, True
+        other = other or {}
         names = list(self.costs)
         number = {v: i for i, v in enumerate(names)}
         edges = {(number[u], number[v]): self.table(m) for u, v, m in self._edges()}
-        found = decide([self.table(self.costs[v]) for v in names], edges)
+        found = decide([other[v] if v in other else self.table(self.costs[v]) for v in names], edges)
         return dict(zip(names, found.choice, strict=True)), self.constant + found.bound, found.exact
 
     def _edges(self) -> Iterator[tuple[Any, Any, int]]:

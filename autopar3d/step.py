@@ -9,16 +9,17 @@ import torch
 from torch.fx import Node
 
 from . import padding
+from .constraints import Pins, pins_from, pins_of
 from .errors import PlanError
 from .factors import Factors, ValueShape
 from .grid import Grid
 from .hardware import Hardware
 from .layout import Layout
 from .passes.differentiate import Differentiated, differentiate
-from .passes.propagate import propagate
+from .passes.propagate import Search, search
 from .passes.rewrite import LocalProgram, rewrite
 from .passes.widen import widen
-from .plan import Decisions
+from .plan import Decisions, Plan
 from .precision import MixedPrecision
 from .program import Program, Result
 from .progress import stage
@@ -40,6 +41,7 @@ class Options:
     strict: bool = False
     overlap: bool | str = "auto"
     precision: MixedPrecision = MixedPrecision()
+    constraints: Mapping[str, str | Layout] | None = None
 
     def check(self) -> None:
         """Raise PlanError for a value that is not known."""
@@ -63,6 +65,7 @@ class Step:
         runs: the graphs.
         outputs: per result with a node: "global", "sharded" or "buffer".
         lower: numbers of the parameters that enter in another dtype than they are kept in, and which.
+        pins, places: what was decided before, and where placeholders were placed before.
     """
 
     program: Program
@@ -72,6 +75,8 @@ class Step:
     runs: Differentiated
     outputs: tuple[str, ...]
     lower: Mapping[int, torch.dtype] = field(default_factory=dict)
+    pins: Pins = field(default_factory=Pins)
+    places: Mapping[str, State] = field(default_factory=dict)
 
     @property
     def argument_layouts(self) -> tuple[Layout, ...]:
@@ -91,6 +96,7 @@ def build_step(
     pinned: Mapping[str, Layout] | None = None,
     seeds: tuple[int, ...] | None = None,
     decided: tuple[Factors, Decisions] | None = None,
+    given: Plan | None = None,
 ) -> Step:
     """Run the passes after canonicalize.
 
@@ -98,15 +104,23 @@ def build_step(
         pinned: layouts of parameters, and of inputs, that are decided already, by placeholder name.
         seeds: results (with a node) from which gradients will flow; None takes the loss, or else all.
         decided: what `decide` found, when it has been asked already.
+        given: a plan to carry out, in place of searching for one.
 
     Raises:
-        PlanError: unknown options; or `strict` and something is kept whole or has no rule.
+        PlanError: unknown options; or `strict` and something is kept whole or has no rule; or constraints, or a plan,
+            that do not fit.
     """
     modes = output_modes(program, options)
     factors, places = (decided[0], {}) if decided else _with_places(program, grid, pinned or {})
-    factors, decisions = decided or padding.best(
-        factors, grid, lambda trial: decide(program, trial, grid, hardware, options, places)
-    )
+    if given is not None:
+        pins = pins_from(given, program, grid)
+        factors = padding.again(factors, given.pads)
+        decisions = choices(program, factors, grid, hardware, options, places, pins).run()
+    else:
+        pins = pins_of(options.constraints or {}, program, factors, grid)
+        factors, decisions = decided or padding.best(
+            factors, grid, lambda trial: decide(program, trial, grid, hardware, options, places)
+        )
     decisions = _place_inputs(program, factors, decisions, places, sharded=options.inputs == "sharded")
     if options.strict:
         _refuse_whole(factors, decisions)
@@ -116,7 +130,7 @@ def build_step(
     runs = differentiated(program, local, options, default_seeds(program) if seeds is None else seeds)
     low = options.precision.parameters
     lower = {i: low for i, a in enumerate(program.arguments) if a.stored is not None and low is not None}
-    return Step(program, factors, decisions, local, runs, tuple(with_node), lower)
+    return Step(program, factors, decisions, local, runs, tuple(with_node), lower, pins, places)
 
 
 @stage("differentiating")
@@ -143,8 +157,23 @@ def decide(
     pinned: Mapping[str, State] | None = None,
 ) -> Decisions:
     """Run propagate as the options ask; see `build_step`."""
+    return choices(program, factors, grid, hardware, options, pinned).run()
+
+
+def choices(
+    program: Program,
+    factors: Factors,
+    grid: Grid,
+    hardware: Hardware,
+    options: Options,
+    pinned: Mapping[str, State] | None = None,
+    pins: Pins | None = None,
+) -> Search:
+    """What propagate decides among, as the options ask; `pins` stand in for the options' constraints."""
     modes = output_modes(program, options)
-    return propagate(
+    if pins is None:
+        pins = pins_of(options.constraints or {}, program, factors, grid)
+    return search(
         program,
         grid,
         hardware,
@@ -153,6 +182,7 @@ def decide(
         regather=options.regather,
         result_states=lambda i, shape: _result_states(modes[i], shape, grid),
         pinned=pinned,
+        pins=pins,
     )
 
 

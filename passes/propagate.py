@@ -16,7 +16,7 @@ Left out of the space: a shared copy that is still a partial sum; and see `strat
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from functools import cache
 from typing import Any, NamedTuple
 
@@ -26,6 +26,7 @@ from torch import Tensor
 from torch.fx import Node
 from torch.fx.node import map_arg
 
+from autopar3d.constraints import Pins, Wish, kept_states, kept_strategies, result_of
 from autopar3d.errors import PlanError
 from autopar3d.factors import Factors, ValueShape, is_getitem, producer
 from autopar3d.grid import Grid
@@ -37,7 +38,7 @@ from autopar3d.readings import Slot, drops, gradients, readings, regathered
 from autopar3d.redistribute import State, sent
 from autopar3d.rules import LocalOp, OpSpec, operands, results
 from autopar3d.saved import is_view
-from autopar3d.solver import Problem
+from autopar3d.solver import Problem, Solution
 from autopar3d.strategies import Strategy, given, needed, states, strategies, summed_factors
 
 SCHEMES = ("auto", "3d", "2d", "1d", "zero3", "zero3x1d")
@@ -61,21 +62,53 @@ def propagate(
     regather: str = "all",
     result_states: Callable[[int, ValueShape], list[State]],
     pinned: Mapping[str, State] | None = None,
+    pins: Pins | None = None,
 ) -> Decisions:
-    """Choose a strategy for every node.
+    """Choose a strategy for every node; see `search`."""
+    return search(
+        program,
+        grid,
+        hardware,
+        factors=factors,
+        scheme=scheme,
+        regather=regather,
+        result_states=result_states,
+        pinned=pinned,
+        pins=pins,
+    ).run()
+
+
+def search(
+    program: Program,
+    grid: Grid,
+    hardware: Hardware,
+    *,
+    factors: Factors,
+    scheme: str = "auto",
+    regather: str = "all",
+    result_states: Callable[[int, ValueShape], list[State]],
+    pinned: Mapping[str, State] | None = None,
+    pins: Pins | None = None,
+) -> Search:
+    """The choices of a program with their costs, not yet decided.
 
     Args:
         factors: of `program.graph.graph`.
         result_states: for result number i and its atoms, the placements in which it may leave.
         pinned: placements of placeholders that are already decided (parameters on a second planning).
+        pins: what else is decided.
 
     Raises:
-        PlanError: an unknown scheme or regather.
+        PlanError: an unknown scheme or regather, or pins that cannot be met.
     """
     for name, value, known in (("scheme", scheme, SCHEMES), ("regather", regather, REGATHER)):
         if value not in known:
             raise PlanError(f"{name}={value!r} is not known; choose one of {', '.join(known)}")
-    return _Planner(program, grid, hardware, factors, scheme, regather, result_states, dict(pinned or {})).run()
+    found = Search(
+        program, grid, hardware, factors, scheme, regather, result_states, dict(pinned or {}), pins or Pins()
+    )
+    found.build()
+    return found
 
 
 class _End(NamedTuple):
@@ -106,7 +139,14 @@ class _Known(NamedTuple):
     computes: np.ndarray
 
 
-class _Planner:
+class Search:
+    """Vertices are `("op", node)`, `("storage", node)`, `("copy", value)` and `("result", number)`.
+
+    Attributes:
+        problem: the choices; `options`: per vertex what its states are.
+        computes, ties: per vertex and state, seconds of computation alone, and what memory adds to the costs.
+    """
+
     def __init__(
         self,
         program: Program,
@@ -117,9 +157,11 @@ class _Planner:
         regather: str,
         result_states: Callable[[int, ValueShape], list[State]],
         pinned: dict[str, State],
+        pins: Pins,
     ) -> None:
         self.program, self.grid, self.hardware, self.factors = program, grid, hardware, factors
         self.scheme, self.regather, self.result_states, self.pinned = scheme, regather, result_states, pinned
+        self.pins, self.conflicts = pins, list[str]()
         self.graph = program.graph.graph
         self.arguments = {a.node: a for a in program.arguments}
         self.grads = gradients(program)
@@ -141,7 +183,8 @@ class _Planner:
         self.held: dict[Any, np.ndarray] = {}  # a kind of shared copy -> ties of its placements
         self.zeros: dict[int, np.ndarray] = {}  # costs of a vertex without any, by number of states
 
-    def run(self) -> Decisions:
+    def build(self) -> None:
+        """Make the vertices and edges of `problem`."""
         for node in self.graph.nodes:
             if node.op == "call_function" and not is_getitem(node) and self._planned(node):
                 self._op(node)
@@ -152,7 +195,15 @@ class _Planner:
             source, _ = producer(value)
             if ("op", source) in self.options or ("storage", source) in self.options:
                 self._value(value, slots)
-        solution = self.problem.solve()
+        if self.conflicts:
+            listed = "\n  ".join(dict.fromkeys(self.conflicts))
+            raise PlanError(f"what is pinned cannot be met on grid {self.grid}:\n  {listed}")
+
+    def run(self) -> Decisions:
+        return self.decisions(self.problem.solve())
+
+    def decisions(self, solution: Solution) -> Decisions:
+        """What a choice means."""
         picked = {v: self.options[v][i] for v, i in solution.choice.items()}
         ties = math.fsum(t[solution.choice[v]] for v, t in self.ties.items())
         seconds = {v[1].name: float(c[solution.choice[v]]) for v, c in self.computes.items()}
@@ -163,10 +214,11 @@ class _Planner:
         if node.op == "placeholder":
             argument = self.arguments[node.name]
             return node in self.slots and (argument.kind == "parameter" or node in self.grads)
-        return node in self.grads or any(self._planned_value(o) for o in operands(node))
+        return node in self.grads or any(self.planned_value(o) for o in operands(node))
 
     @cache  # noqa: B019  (lives as long as one planning)
-    def _planned_value(self, value: Node) -> bool:
+    def planned_value(self, value: Node) -> bool:
+        """Whether a vertex makes this value."""
         return self._planned(producer(value)[0])
 
     # -- vertices -----------------------------------------------------------------------------------
@@ -174,11 +226,16 @@ class _Planner:
     def _op(self, node: Node) -> None:
         spec = self.factors.specs[node]
         through = spec.linear and all(self._may_be_partial(o) for o in operands(node))
-        kind = (_signature(node, spec), node in self.grads, through, self._weight_operand(node))
+        wishes = self.pins.of_op(node.name)
+        kind = (_signature(node, spec), node in self.grads, through, self._weight_operand(node), wishes)
         if kind not in self.known:  # the same op on the same shapes, in another layer
             options = strategies(spec, self.grid, through=through, repeat=self._may_repeat(node, spec))
             if spec.flops:
                 options = self._within_scheme(node, spec, options)
+            if any(wishes):
+                shape = result_of(node, self.factors)
+                options, conflict = kept_strategies(options, node, spec, shape, self.pins, self.grid)
+                self.conflicts += [conflict] if conflict else []
             found = np.array([self._seconds(node, spec, s) for s in options])
             ties = self.tie * found[:, 2]
             self.known[kind] = _Known(options, found[:, 0] + found[:, 1] + ties, ties, found[:, 0])
@@ -251,11 +308,23 @@ class _Planner:
         elif self.arguments[node.name].kind != "parameter":  # an input whose gradient the user wants whole
             self.options[vertex] = [State(((),) * len(value.atoms))]
         else:
-            if value not in self.stored:
-                self.stored[value] = storages(value, self.grid)
-            self.options[vertex] = self.stored[value]
+            self.options[vertex] = self._parameter_states(node)
         options = self.options[vertex]
         self.problem.vertex(vertex, self._nothing(len(options)))
+
+    def _parameter_states(self, node: Node) -> list[State]:
+        value = self.factors.values[node]
+        if node.name in self.pins.storage:
+            name, wish = self.arguments[node.name].names[0], self.pins.storage[node.name]
+            return self._kept(plain_states(value, self.grid), name, value, wish)
+        if value not in self.stored:
+            self.stored[value] = storages(value, self.grid)
+        return self.stored[value]
+
+    def _kept(self, options: list[State], name: str, value: ValueShape, wish: Wish) -> list[State]:
+        found, conflict = kept_states(options, name, value, wish, self.grid)
+        self.conflicts += [conflict] if conflict else []
+        return found
 
     def _nothing(self, states: int) -> np.ndarray:
         return self.zeros.setdefault(states, np.zeros(states))
@@ -267,10 +336,15 @@ class _Planner:
         readers = [self._reader(value, slot) for slot in slots]
         if len(slots) > 1:
             kinds = "RV" if value in self.grads else "R"
-            key = ("copy", shape.atoms, kinds)
+            key: tuple[Any, ...] = ("copy", shape.atoms, kinds)
             if key not in self.placements:
                 self.placements[key] = states(shape.atoms, self.grid, kinds)
-            copy = _End(("copy", value), key, self.placements[key])
+            found = self.placements[key]
+            if value.name in self.pins.copies:
+                wish = self.pins.copies[value.name]
+                found = self._kept(found, value.name, shape, wish)
+                key = (*key, wish)
+            copy = _End(("copy", value), key, found)
             self.options[copy.vertex] = copy.states
             held = (key, shape.bytes)
             if held not in self.held:
@@ -327,6 +401,19 @@ class _Planner:
             prices = table.price(left, right, shape.bytes, atoms=shape.atoms, grad=grad, regather=again)
             self.prices[key] = prices[np.ix_(at_left, at_right)]
         self.problem.edge(source.vertex, target.vertex, self.prices[key])
+
+    def ways(self, value: Node, choice: Mapping[Any, int]) -> Iterator[tuple[State, State, list[Slot]]]:
+        """The changes of layout of a planned value under a choice, and for which readers: as `_value` has edges."""
+        slots = self.slots[value]
+        home = self._home(value)
+        now = home.states[choice[home.vertex]]
+        if len(slots) > 1:
+            copy = self.options["copy", value][choice["copy", value]]
+            yield now, copy, slots
+            now = copy
+        for slot in slots:
+            reader = self._reader(value, slot)
+            yield now, reader.states[choice[reader.vertex]], [slot]
 
     # -- compute ------------------------------------------------------------------------------------
 
@@ -403,7 +490,7 @@ class _Planner:
                     whole = State(((),) * atoms)
                     storage[node.name] = self.pinned.get(node.name, whole)
                     if self.arguments[node.name].kind == "parameter" and node.name not in self.pinned:
-                        storage[node.name] = storages(self.factors.values[node], self.grid)[0]
+                        storage[node.name] = self._parameter_states(node)[0]
                 continue
             if node.name in chosen:
                 continue
@@ -468,7 +555,12 @@ def storages(value: ValueShape, grid: Grid) -> list[State]:
 
     Only layouts that a DTensor carries exactly: every dim an even cut of its outermost atom.
     """
-    found = [s for s in states(value.atoms, grid, "R") if value.even(s)]
-    plain = [s for s in found if value.layout(s, grid).is_plain]
+    plain = plain_states(value, grid)
     most = max(grid.extent(s.sharding) for s in plain)
     return [s for s in plain if grid.extent(s.sharding) == most]
+
+
+def plain_states(value: ValueShape, grid: Grid) -> list[State]:
+    """All placements that a DTensor carries exactly, replication included."""
+    found = [s for s in states(value.atoms, grid, "R") if value.even(s)]
+    return [s for s in found if value.layout(s, grid).is_plain]

@@ -209,8 +209,8 @@ def test_roles_of_the_paper() -> None:
 
 def test_how_sure_the_planner_is_is_said() -> None:
     _, plan = planned("mlp", (2, 2, 2))
-    assert plan.exact and plan.bound == plan.cost and "proven minimal" in str(plan)
-    unsure = Plan.from_dict({**plan.to_dict(), "exact": False, "bound": plan.cost / 1.02})
+    assert plan.exact and plan.bound == plan.objective and "proven minimal" in str(plan)
+    unsure = Plan.from_dict({**plan.to_dict(), "exact": False, "bound": plan.objective / 1.02})
     assert "at most 2% above the minimum" in str(unsure).replace("\n", " ")
 
 

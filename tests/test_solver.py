@@ -91,6 +91,19 @@ def test_the_bound_is_one(problem: Problem) -> None:
     assert not solution.exact or solution.bound == solution.cost
 
 
+@settings(max_examples=100, deadline=None)
+@given(problems())
+def test_each_state_of_a_vertex_has_its_best(problem: Problem) -> None:
+    for vertex in problem.costs:
+        for state, solution in enumerate(problem.solve_each(vertex)):
+            alone = Problem({**problem.costs}, problem.edges)
+            alone.costs[vertex] = np.where(
+                np.arange(len(problem.costs[vertex])) == state, problem.costs[vertex], np.inf
+            )
+            assert solution.choice[vertex] == state
+            assert solution.cost == brute(alone) if solution.exact else solution.cost >= brute(alone)
+
+
 @pytest.mark.parametrize("seed", range(20))
 def test_entangled_graphs_are_decided(seed: int) -> None:
     problem = complete(5, 3, seed)
