@@ -12,6 +12,7 @@ import types
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from .advice import check
     from .collectives import Collective, collectives
     from .compiler import compile, plan, simulate
     from .errors import AutoPar3DError
@@ -32,6 +33,7 @@ __all__ = [
     "Layout",
     "MixedPrecision",
     "ParallelModule",
+    "check",
     "collectives",
     "compile",
     "launch",
@@ -48,6 +50,7 @@ _HOMES = {
     "Layout": "layout",
     "MixedPrecision": "precision",
     "ParallelModule": "module",
+    "check": "advice",
     "collectives": "collectives",
     "compile": "compiler",
     "launch": "launch",

@@ -19,6 +19,7 @@ from typing import TextIO
 
 _LOG = logging.getLogger("autopar3d.compile")
 _MOMENT = 2.0  # seconds of work before anything is shown
+_LINE = 1.0  # seconds of a stage before it gets a line
 _WIDTH = 24
 
 # The compilation that runs in this thread, if any: passes report to it without having to be handed it.
@@ -78,7 +79,7 @@ class Watch:
             own = took - here.inside
             self.seconds[name] = self.seconds.get(name, 0.0) + own
             _LOG.debug("%s: %s took %.2f s", self.what, name, own)
-            if self.show == "lines" and not self._open and self.elapsed > _MOMENT:
+            if self.show == "lines" and not self._open and self.elapsed > _MOMENT and took > _LINE:
                 print(f"autopar3d: {name} {took:.1f} s", file=self.out, flush=True)
 
     def close(self) -> None:

@@ -197,8 +197,16 @@ def _refuse_difference(what: str, digests: Sequence[str], advice: str, error: ty
     if len(set(digests)) > 1:
         odd = [r for r, d in enumerate(digests) if d != digests[0]]
         ranks = ("rank " if len(odd) == 1 else "ranks ") + ", ".join(map(str, odd))
-        shown = f" ({digests[0]} and {digests[odd[0]]})" if max(map(len, digests)) <= 100 else ""
+        shown = _apart(digests[0], digests[odd[0]])
         raise error(f"{what} of rank 0 differs from that of {ranks}{shown}: {advice}")
+
+
+def _apart(one: str, other: str) -> str:
+    """The words in which two texts differ, where that is short."""
+    if max(len(one), len(other)) > 100 and len(one.split()) == len(other.split()):
+        pairs = [(a, b) for a, b in zip(one.split(), other.split(), strict=True) if a != b]
+        one, other = (" ".join(words).rstrip(",)") for words in zip(*pairs, strict=True))
+    return f" ({one} and {other})" if max(len(one), len(other)) <= 100 else ""
 
 
 def compare_inputs(leaves: Sequence[tuple[str, Any]], *, values: bool) -> None:

@@ -96,7 +96,7 @@ def test_planning_logs_its_stages_and_prints_nothing(
 
 @pytest.mark.parametrize(("rank", "shown"), [("0", True), ("3", False)])
 def test_lines_outside_of_terminals_on_rank_0_only(rank: str, shown: bool) -> None:
-    code = "import autopar3d.progress as p; p._MOMENT = -1; from tests.test_progress import _plan; _plan()"
+    code = "import autopar3d.progress as p; p._MOMENT = p._LINE = -1; from tests.test_progress import _plan; _plan()"
     there = {k: v for k, v in os.environ.items() if k != "PYTEST_CURRENT_TEST"} | {"RANK": rank}
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT, env=there, check=True)
     assert done.stdout == ""

@@ -15,6 +15,7 @@ _EPILOG = """\
 examples:
   autopar3d plan examples/gpt.py:make --grid 4,4,4 --hardware h100
   autopar3d plan examples/gpt.py:make --grid auto --world-size 64 --json
+  autopar3d check examples/gpt.py:make --grid 2,2,2 --world-size 8
   autopar3d simulate examples/gpt.py:make --grid 2,2,2
   autopar3d doctor
 
@@ -59,6 +60,9 @@ def parser() -> argparse.ArgumentParser:
     _model_arguments(plan)
     plan.add_argument("--json", action="store_true", help="print the plan as JSON instead; Plan.load reads it")
     plan.add_argument("--save", metavar="FILE", help="write the plan, as JSON, to FILE")
+
+    check = command("check", _check, "say what would go wrong, or be slow, on a grid; needs no devices")
+    _model_arguments(check)
 
     simulate = command("simulate", _simulate, "train on all ranks of a grid in this process, beside one device")
     _model_arguments(simulate)
@@ -115,6 +119,12 @@ def _plan(options: argparse.Namespace) -> int:
     from .planning import plan
 
     return plan(options)
+
+
+def _check(options: argparse.Namespace) -> int:
+    from .planning import check
+
+    return check(options)
 
 
 def _simulate(options: argparse.Namespace) -> int:

@@ -1,4 +1,4 @@
-"""`autopar3d plan` and `autopar3d simulate`."""
+"""`autopar3d plan`, `check` and `simulate`."""
 
 from __future__ import annotations
 
@@ -32,6 +32,22 @@ def plan(options: argparse.Namespace) -> int:
         found.save(options.save)
     print(json.dumps(found.to_dict(), indent=1) if options.json else found)
     return 0
+
+
+def check(options: argparse.Namespace) -> int:
+    """Print what would go wrong or be slow; 1 when something would go wrong."""
+    made = load(options.source)()
+    found = autopar3d.check(
+        made.model,
+        options.grid,
+        made.args,
+        made.kwargs,
+        loss_fn=made.loss_fn,
+        world_size=options.world_size,
+        **_shared(options),
+    )
+    print(found)
+    return 0 if found.ok else 1
 
 
 def simulate(options: argparse.Namespace) -> int:

@@ -302,7 +302,10 @@ def parse_rule(text: str) -> ParsedRule:
     body, _, whole = text.partition("|")
     left, arrow, right = body.partition("->")
     if not arrow:
-        raise RuleError(f"rule {text!r} has no '->'")
+        raise RuleError(
+            f"rule {text!r} has no '->'; write a term for each input, '->', and one for each output, as in "
+            "'m k, k n -> m n'"
+        )
     return ParsedRule(
         tuple(_parse_term(t, text) for t in left.split(",")) if left.strip() else (),
         tuple(_parse_term(t, text) for t in right.split(",")),
