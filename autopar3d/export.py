@@ -23,6 +23,7 @@ from torch.export import ExportedProgram
 from torch.fx import GraphModule, Node
 from torch.fx.node import map_arg
 
+from autopar3d.decompositions import decompositions
 from autopar3d.errors import TraceError
 from autopar3d.functions import FunctionCall, Recorded, recording
 from autopar3d.private import FakeTensor, TreeSpec, tree_leaves
@@ -67,8 +68,7 @@ def export(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> R
             program = torch.export.export(wrapped, args, kwargs, strict=False)
             _refuse_hidden_tensors(program, model)
             _inline_grad_regions(program.graph_module)
-            # An empty table decomposes nothing that autograd can treat whole, but makes the graph functional.
-            program = program.run_decompositions(_decompositions(program))
+            program = program.run_decompositions(decompositions(program.graph))
         except TraceError:
             raise
         except Exception as error:
@@ -160,33 +160,6 @@ def _refuse_hidden_tensors(program: ExportedProgram, model: nn.Module) -> None:
             node = next(n for n in program.graph.nodes if n.name == placeholders[name])
             line = next((found for user in node.users if (found := source_line(user))), "")
             raise TraceError(f"cannot trace {type(model).__name__}{f' at {line}' if line else ''}: {_HIDDEN}")
-
-
-def _decompositions(program: ExportedProgram) -> dict[Any, Any]:
-    """For ops that change a buffer without saying so in their schema: export would lose the change."""
-    op = torch.ops.aten.instance_norm.default
-    calls = program.graph.find_nodes(op="call_function", target=op)
-    return {op: _instance_norm} if any(call.args[3] is not None for call in calls) else {}
-
-
-def _instance_norm(
-    x: Tensor,
-    weight: Tensor | None,
-    bias: Tensor | None,
-    mean: Tensor | None,
-    var: Tensor | None,
-    use_input_stats: bool,
-    momentum: float,
-    eps: float,
-    cudnn_enabled: bool,
-) -> Tensor:
-    if not use_input_stats:
-        return torch.nn.functional.batch_norm(x, mean, var, weight, bias, False, momentum, eps)
-    if mean is not None and var is not None:
-        instances = x.detach().flatten(2)
-        mean.mul_(1 - momentum).add_(momentum * instances.mean((0, 2)))
-        var.mul_(1 - momentum).add_(momentum * instances.var(2).mean(0))
-    return torch.nn.functional.group_norm(x, x.shape[1], weight, bias, eps)
 
 
 def _inline_grad_regions(module: GraphModule, no_grad: bool = False) -> None:

@@ -84,7 +84,8 @@ class _Builder:
             if node.name in self.requires_grad:
                 self.differentiable.add(new)
         else:
-            new = self._repeated(node) or self._conv1d(node) or self._reshape(node) or self._same(node)
+            shorter = self._repeated(node) or self._conv1d(node) or self._reshape(node) or self._cast(node)
+            new = shorter or self._same(node)
         self.new[node] = new
 
     def finish(self) -> Program:
@@ -131,6 +132,12 @@ class _Builder:
         if node.target not in _RESHAPES:
             return None
         return self._call(aten.reshape.default, (self._map(node.args[0]), list(node.meta["val"].shape)), node)
+
+    def _cast(self, node: Node) -> Node | None:
+        """`type_as(x, other)` reads nothing of `other` but its type."""
+        if node.target is not aten.type_as.default:
+            return None
+        return self._call(aten._to_copy.default, (self._map(node.args[0]),), node, {"dtype": node.meta["val"].dtype})
 
     def _conv1d(self, node: Node) -> Node | None:
         """`reshape(addmm(bias, reshape(x, [-1, k]), w), [..., n])` -> `add(matmul(x, w), bias)`."""

@@ -10,6 +10,7 @@ from . import (  # noqa: F401  (importing fills the table)
     create,
     embedding,
     index,
+    linalg,
     loss,
     matmul,
     norm,

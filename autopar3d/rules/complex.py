@@ -17,7 +17,7 @@ def as_complex(x: Tensor) -> Tensor:
     return torch.view_as_complex(x.contiguous())
 
 
-@RULES.builder(aten.view_as_complex.default, aten.view_as_real.default)
+@RULES.builder(aten.view_as_complex.default, aten.view_as_real.default, pads=True)
 def pairs(node: Node) -> OpSpec:
     """... 2 -> ... and back; the pair stays whole"""
     to_complex = node.target is aten.view_as_complex.default
@@ -39,7 +39,7 @@ _ONE = ("fft", "ifft", "rfft", "irfft", "hfft", "ihfft")
 _MANY = ("fft2", "ifft2", "rfft2", "irfft2", "fftn", "ifftn", "rfftn", "irfftn")
 
 
-@RULES.builder(*(getattr(aten, f"fft_{name}").default for name in (*_ONE, *_MANY)))
+@RULES.builder(*(getattr(aten, f"fft_{name}").default for name in (*_ONE, *_MANY)), pads=True)
 def transform(node: Node) -> OpSpec:
     """... n -> ... m | n, m: the dims that are transformed stay whole"""
     x, out = operands(node)[0].meta["val"], results(node)[0]

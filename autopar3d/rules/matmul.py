@@ -7,7 +7,7 @@ import math
 import torch
 from torch.fx import Node
 
-from .core import RULES, Dims, LocalOp, Lowered, OpSpec, argument, operands, results
+from .core import RULES, Dims, LocalOp, Lowered, OpSpec, argument, operands, results, whole_spec
 
 aten = torch.ops.aten
 
@@ -15,6 +15,7 @@ RULES.rule(aten.mm.default, text="m k, k n -> m n", flops=True, pads=True)
 RULES.rule(aten.bmm.default, text="b m k, b k n -> b m n", flops=True, pads=True)
 RULES.rule(aten.mv.default, text="m k, k -> m", flops=True, pads=True)
 RULES.rule(aten.dot.default, text="k, k ->", flops=True, pads=True)
+RULES.rule(aten.vdot.default, text="k, k ->", flops=True, pads=True)
 RULES.rule(aten.outer.default, text="m, n -> m n", pads=True)
 RULES.rule(aten.linear.default, text="... k, n k, n? -> ... n", flops=True, addend="bias", pads=True)
 RULES.rule(aten.bilinear.default, text="... i, ... j, n i j, n? -> ... n", flops=True, addend="bias", pads=True)
@@ -67,6 +68,18 @@ def matmul(node: Node) -> OpSpec:
     return OpSpec(sizes, inputs, (output,), flops=2.0 * math.prod(sizes.values()))
 
 
+@RULES.builder(aten._grouped_mm.default)
+def grouped_mm(node: Node) -> OpSpec:
+    """m k, g k n, g -> m n | m, g: rows sorted by expert, one weight an expert; which rows are whose is data"""
+    a, b = (o.meta["val"] for o in operands(node)[:2])
+    if a.dim() != 2 or b.dim() != 3 or len(operands(node)) != 3 or argument(node, "offs") is None:
+        return whole_spec(node)
+    sizes = {"m": int(a.shape[0]), "k": int(a.shape[1]), "g": int(b.shape[0]), "n": int(b.shape[2])}
+    inputs: tuple[Dims, ...] = ((("m",), ("k",)), (("g",), ("k",), ("n",)), (("g",),))
+    flops = 2.0 * sizes["m"] * sizes["k"] * sizes["n"]
+    return OpSpec(sizes, inputs, ((("m",), ("n",)),), whole=frozenset("mg"), flops=flops)
+
+
 @RULES.builder(aten.einsum.default, pads=True)
 def einsum(node: Node) -> OpSpec:
     """an equation is its own rule"""
@@ -76,8 +89,6 @@ def einsum(node: Node) -> OpSpec:
     tensors = [o.meta["val"] for o in operands(node)]
     if "..." in equation or not arrow or any(len(set(t)) < len(t) for t in (*terms, right)):
         # Implicit output, ellipsis and diagonals: rare enough to be computed whole.
-        from .core import whole_spec
-
         return whole_spec(node)
     sizes = {f: int(n) for t, x in zip(terms, tensors, strict=True) for f, n in zip(t, x.shape, strict=True) if n > 1}
     for t, x in zip(terms, tensors, strict=True):

@@ -63,6 +63,12 @@ def mean(node: Node) -> OpSpec:
     return _spec(node, linear=_keeps_dtype(node), lower=_lower_mean)
 
 
+@RULES.builder(aten.nansum.default, pads=True)
+def nansum(node: Node) -> OpSpec:
+    """d0 d1 -> d0 (partial over a sharded d1)"""
+    return _spec(node)
+
+
 def _keeps_dtype(node: Node) -> bool:
     dtype = operands(node)[0].meta["val"].dtype
     return dtype.is_floating_point and dtype == results(node)[0].dtype

@@ -199,7 +199,13 @@ def select(node: Node) -> OpSpec:
     return OpSpec(sizes, (tuple(dims),), (outputs,), whole=frozenset({f"d{dim}"}), linear=True)
 
 
-@RULES.builder(aten.split.Tensor, aten.split_with_sizes.default, aten.chunk.default, pads=True)
+@RULES.builder(
+    aten.split.Tensor,
+    aten.unsafe_split.Tensor,
+    aten.split_with_sizes.default,
+    aten.chunk.default,
+    pads=True,
+)
 def split(node: Node) -> OpSpec:
     """(o r) -> r, r, ... for equal parts; else the dim stays whole"""
     x, outs = operands(node)[0].meta["val"], results(node)

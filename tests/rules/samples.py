@@ -40,18 +40,17 @@ def yes(*shape: int) -> Tensor:
 def samples() -> list[Sample]:
     """Every sample, in the order of the families."""
     families = (_matmul, _pointwise, _views, _norms, _softmax, _attention, _embedding, _losses, _reductions)
-    return [s for family in (*families, _creation, _conv, _index, _complex, _finer) for s in family()]
+    return [s for family in (*families, _creation, _conv, _index, _complex, _linalg, _finer) for s in family()]
 
 
-def _s(op: Any, *args: Any, constant: tuple[int, ...] = (), **kwargs: Any) -> Sample:
-    return Sample(op, args, kwargs, constant)
+def _s(op: Any, *args: Any, constant: tuple[int, ...] = (), first: bool = False, **kwargs: Any) -> Sample:
+    return Sample(op, args, kwargs, constant, first=first)
 
 
 def _complex() -> Iterator[Sample]:
     def c(*shape: int) -> Tensor:
         return torch.complex(t(*shape), t(*shape))
 
-    yield _s(aten.view_as_complex.default, t(4, 6, 2))
     yield _s(aten.view_as_real.default, c(4, 6))
     yield _s(aten._conj_physical.default, c(4, 6))
     yield _s(aten.mul.Tensor, c(4, 6), c(6))
@@ -464,6 +463,39 @@ def _index() -> Iterator[Sample]:
     yield _s(aten.cosine_similarity.default, t(4, 6, 2), t(6, 2), -1)
     yield _s(aten.diagonal.default, t(4, 6, 6), 0, 1, 2)
     yield _s(aten.unfold.default, t(4, 6), 1, 2, 1)
+
+
+def _linalg() -> Iterator[Sample]:
+    waves = torch.view_as_complex(t(4, 6, 8, 2))
+    square = t(4, 6, 3, 3) + 4 * torch.eye(3, dtype=torch.float64)
+    for op in (aten._linalg_det.default, aten._linalg_slogdet.default, aten.linalg_matrix_exp.default):
+        yield _s(op, square, first=True)
+    yield _s(aten.linalg_inv_ex.default, square, first=True)
+    both = square @ square.mT
+    yield _s(aten.linalg_cholesky_ex.default, both, first=True)
+    yield _s(aten.linalg_eigh.default, both, first=True)
+    yield _s(aten._linalg_eigh.default, both, first=True)
+    yield _s(aten.linalg_qr.default, square, first=True)
+    yield _s(aten._linalg_svd.default, square)
+    yield _s(aten.linalg_solve_ex.default, square, t(4, 6, 3, 2), first=True)
+    yield _s(aten._linalg_solve_ex.default, square, t(4, 6, 3, 2), first=True)
+    yield _s(aten.cholesky_solve.default, t(4, 6, 3, 2), both.tril() + torch.eye(3, dtype=torch.float64))
+    yield _s(aten.linalg_cross.default, t(4, 6, 3), t(4, 6, 3))
+    yield _s(aten._weight_norm_interface.default, t(12, 6), pos(12, 1))
+    yield _s(aten._weight_norm_interface.default, t(4, 6, 12), pos(1, 1, 12), 2)
+    yield _s(aten.vdot.default, t(12), t(12))
+    yield _s(aten.nansum.default, t(4, 6), [1])
+    yield _s(aten.unsafe_split.Tensor, t(4, 12), 6, 1)
+    yield _s(aten.polar.default, pos(4, 6), t(4, 6))
+    yield _s(aten.complex.default, t(4, 6), t(4, 6))
+    for op in (aten.real.default, aten.imag.default, aten.conj.default, aten._conj.default):
+        yield _s(op, waves)
+    yield _s(aten.hardswish.default, t(4, 6))
+    yield _s(aten.floor_divide.default, t(4, 6), pos(6), constant=(0, 1))
+    yield _s(aten.floor_divide.Scalar, t(4, 6), 2, constant=(0,))
+    # bfloat16 is all that torch traces, in rows of whole 16 bytes.
+    rows, experts = (t(*n).sign().bfloat16() for n in ((12, 192), (4, 192, 192)))
+    yield _s(aten._grouped_mm.default, rows, experts, torch.tensor([2, 5, 5, 12], dtype=torch.int32))
 
 
 def _finer() -> Iterator[Sample]:
