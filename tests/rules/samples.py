@@ -51,6 +51,7 @@ def _complex() -> Iterator[Sample]:
     def c(*shape: int) -> Tensor:
         return torch.complex(t(*shape), t(*shape))
 
+    yield _s(aten.view_as_complex.default, t(4, 6, 2))
     yield _s(aten.view_as_real.default, c(4, 6))
     yield _s(aten._conj_physical.default, c(4, 6))
     yield _s(aten.mul.Tensor, c(4, 6), c(6))
