@@ -4,16 +4,17 @@
     python examples/benchmarks/peers.py report /tmp/*.json
 
 Each system trains in its recommended form, with AdamW, from the same weights on the same global batch. Steps of all
-systems are interleaved, so that what else the machine does hits all of them. Rank 0 writes medians, bytes that left its
-link, and losses; `report` prints tables. Without a rate, links are those of one machine.
+systems are interleaved, so that what else the machine does hits all of them. Rank 0 writes times, bytes that left its
+link, the most bytes of tensors alive on any rank, and losses; `report` prints tables. Without a rate, links are those
+of one machine.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import math
-import resource
 import statistics
 import sys
 import time
@@ -37,6 +38,7 @@ from torch.distributed.tensor.parallel import (
     parallelize_module,
 )
 from torch.nn.parallel import DistributedDataParallel
+from torch.profiler import ProfilerActivity, profile
 
 ROOT = Path(__file__).resolve().parents[2]
 if str(ROOT) not in sys.path:
@@ -53,12 +55,52 @@ SHAPES = {512: (2, 16, 128, 8), 1024: (2, 8, 128, 8), 256: (4, 64, 128, 8), 64: 
 GRIDS = ((8, 1, 1), (1, 8, 1), (2, 4, 1), (2, 2, 2))
 
 
+class Trainer:
+    """Training steps of a model; `mean` is the group over which losses are averaged for the record."""
+
+    def __init__(self, model: nn.Module, batch: tuple[Tensor, ...], *, mean: Any = None, context: Any = None) -> None:
+        self.model, self.batch, self.mean, self.context = model, batch, mean, context or contextlib.nullcontext
+        self.optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, foreach=True)
+
+    def step(self) -> float:
+        """Train once; the loss of the global batch."""
+        self.optimizer.zero_grad()
+        with self.context():
+            loss = self.model(*self.batch)
+            loss.backward()
+        self.optimizer.step()
+        value = loss.detach()
+        value = value.full_tensor() if isinstance(value, DTensor) else value
+        if self.mean is not None:
+            dist.all_reduce(value, group=self.mean)
+            value = value / dist.get_world_size(self.mean)
+        return value.item()
+
+    def peak(self) -> int:
+        """The most bytes of tensors alive during a step: those from before, and what the step allocates on top."""
+        held: dict[int, int] = {}
+        state = [v for s in self.optimizer.state.values() for v in s.values() if isinstance(v, Tensor)]
+        grads = [p.grad for p in self.model.parameters() if p.grad is not None]
+        for tensor in (*self.model.parameters(), *self.model.buffers(), *grads, *state):
+            local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+            storage = local.detach().untyped_storage()
+            held[storage._cdata] = storage.nbytes()
+        with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as found:
+            self.step()
+        alive = most = 0
+        tops = [e for e in found.events() or [] if e.cpu_parent is None]
+        for event in sorted(tops, key=lambda e: e.time_range.start):
+            alive += event.cpu_memory_usage
+            most = max(most, alive)
+        return sum(held.values()) + most
+
+
 @dataclass
 class System:
-    """One way to train: a step that returns the loss of the global batch."""
+    """One way to train."""
 
     name: str
-    step: Callable[[], float]
+    train: Trainer
     about: str = ""
 
 
@@ -85,32 +127,6 @@ def batch_of(hidden: int) -> tuple[Tensor, Tensor]:
     return tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
 
 
-def trainer(
-    model: nn.Module, batch: tuple[Tensor, ...], *, mean: Any = None, context: Any = None
-) -> Callable[[], float]:
-    """A training step; `mean` is the group over which losses are averaged for the record."""
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, foreach=True)
-
-    def step() -> float:
-        optimizer.zero_grad()
-        if context is None:
-            loss = model(*batch)
-            loss.backward()
-        else:
-            with context():
-                loss = model(*batch)
-                loss.backward()
-        optimizer.step()
-        value = loss.detach()
-        value = value.full_tensor() if isinstance(value, DTensor) else value
-        if mean is not None:
-            dist.all_reduce(value, group=mean)
-            value = value / dist.get_world_size(mean)
-        return value.item()
-
-    return step
-
-
 def part(batch: tuple[Tensor, ...], index: int, parts: int) -> tuple[Tensor, ...]:
     return tuple(x.chunk(parts)[index].contiguous() for x in batch)
 
@@ -121,7 +137,7 @@ def part(batch: tuple[Tensor, ...], index: int, parts: int) -> tuple[Tensor, ...
 def ddp(hidden: int) -> System:
     model = DistributedDataParallel(GPT(config_of(hidden)), gradient_as_bucket_view=True)
     mine = part(batch_of(hidden), dist.get_rank(), dist.get_world_size())
-    return System("DDP", trainer(model, mine, mean=dist.group.WORLD))
+    return System("DDP", Trainer(model, mine, mean=dist.group.WORLD))
 
 
 def fsdp2(hidden: int) -> System:
@@ -131,7 +147,7 @@ def fsdp2(hidden: int) -> System:
         fully_shard(block, mesh=mesh)
     fully_shard(model, mesh=mesh)
     mine = part(batch_of(hidden), dist.get_rank(), dist.get_world_size())
-    return System("FSDP2", trainer(model, mine, mean=dist.group.WORLD))
+    return System("FSDP2", Trainer(model, mine, mean=dist.group.WORLD))
 
 
 def block_plan() -> dict[str, Any]:
@@ -170,7 +186,7 @@ def tensor_parallel(model: GPT, mesh: Any) -> None:
 def tp(hidden: int) -> System:
     model = GPT(config_of(hidden))
     tensor_parallel(model, init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("tp",)))
-    return System("TP", trainer(model, batch_of(hidden), context=loss_parallel))
+    return System("TP", Trainer(model, batch_of(hidden), context=loss_parallel))
 
 
 def fsdp2_tp(hidden: int, size: int) -> System:
@@ -182,7 +198,7 @@ def fsdp2_tp(hidden: int, size: int) -> System:
         fully_shard(block, mesh=mesh["dp"])
     fully_shard(model, mesh=mesh["dp"])
     mine = part(batch_of(hidden), mesh.get_local_rank("dp"), data)
-    return System(f"FSDP2 x TP {size}", trainer(model, mine, mean=mesh.get_group("dp"), context=loss_parallel))
+    return System(f"FSDP2 x TP {size}", Trainer(model, mine, mean=mesh.get_group("dp"), context=loss_parallel))
 
 
 # -- ours ------------------------------------------------------------------------------------------------------------
@@ -206,7 +222,7 @@ def ours(hidden: int, grid: tuple[int, int, int], rate: float | None, regather: 
     )
     name = f"autopar3d {grid[0]}x{grid[1]}x{grid[2]}{'' if overlap else ', no overlap'}"
     about = f"regather={regather}, {sum(par.plan.bytes.values()) / 1e6:.1f} MB, {par.plan.seconds:.2f} s predicted"
-    return System(name, trainer(par, batch), about)
+    return System(name, Trainer(par, batch), about)
 
 
 def best(hidden: int, rate: float | None) -> tuple[tuple[int, int, int], str]:
@@ -241,7 +257,7 @@ def systems(hidden: int, rate: float | None, wanted: str) -> list[System]:
             grid, regather = best(hidden, rate)
             made = ours(hidden, grid, rate, regather, overlap)
             size = "x".join(map(str, grid))
-            return System(f"autopar3d auto{'' if overlap else ', no overlap'}", made.step, f"{size}, {made.about}")
+            return System(f"autopar3d auto{'' if overlap else ', no overlap'}", made.train, f"{size}, {made.about}")
 
         found.append((f"auto{end}", auto))
     names = [n for n, _ in found] if wanted == "all" else wanted.split(",")
@@ -264,7 +280,6 @@ def sent() -> int:
 def run(arguments: argparse.Namespace) -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
-    base = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     made = systems(arguments.hidden, arguments.rate, arguments.systems)
     walls: dict[str, list[float]] = {s.name: [] for s in made}
     bytes_sent: dict[str, list[int]] = {s.name: [] for s in made}
@@ -274,16 +289,18 @@ def run(arguments: argparse.Namespace) -> None:
             system = made[(i + turn) % len(made)]
             dist.barrier()
             before, began = sent(), time.perf_counter()
-            losses[system.name].append(system.step())
+            losses[system.name].append(system.train.step())
             dist.barrier()
             if turn:  # the first is to warm up
                 walls[system.name].append(time.perf_counter() - began)
                 bytes_sent[system.name].append(sent() - before)
         if dist.get_rank() == 0:
             print(f"turn {turn}", {n: round(w[-1], 2) for n, w in walls.items() if w}, flush=True)
-    peak = (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - base) / 1e3
-    peaks: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(peaks, peak)
+    peaks = {}
+    for system in made:
+        each: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(each, system.train.peak())
+        peaks[system.name] = max(each)
     if dist.get_rank() == 0:
         report = {
             "hidden": arguments.hidden,
@@ -295,7 +312,7 @@ def run(arguments: argparse.Namespace) -> None:
                     "seconds": walls[s.name],
                     "bytes": statistics.median(bytes_sent[s.name]),
                     "losses": losses[s.name],
-                    "peak MB": max(peaks) if len(made) == 1 else None,
+                    "peak": peaks[s.name],
                 }
                 for s in made
             },
@@ -317,14 +334,14 @@ def show(reports: list[dict[str, Any]]) -> None:
         peers = {n: m for n, m in medians.items() if not n.startswith("autopar3d")}
         least = min(peers.values(), default=math.nan)
         print(f"\n### d={report['hidden']}, {layers} layers, {batch} x {sequence} tokens, {rate}\n")
-        print(
-            "| system | s/step | from .. to | MB sent | best peer / this | last loss | |\n|---|---|---|---|---|---|---|"
-        )
+        print("| system | s/step | from .. to | MB sent | MB peak | best peer / this | last loss | |")
+        print("|---|---|---|---|---|---|---|---|")
         for name, s in found.items():
             low, high = min(s["seconds"]), max(s["seconds"])
             ratio = f"{least / medians[name]:.2f}" if peers else ""
             print(
-                f"| {name} | {medians[name]:.2f} | {low:.2f} .. {high:.2f} | {s['bytes'] / 1e6:.1f} | {ratio} "
+                f"| {name} | {medians[name]:.2f} | {low:.2f} .. {high:.2f} | {s['bytes'] / 1e6:.1f} "
+                f"| {s.get('peak', math.nan) / 1e6:.0f} | {ratio} "
                 f"| {s['losses'][-1]:.5f} | {s['about']} |"
             )
         last = [s["losses"][-1] for s in found.values()]
