@@ -45,9 +45,9 @@ class _Work(dist.Work):
         messages, self.messages = self.messages, ()
         for message in messages:
             message.wait(self.limit)  # gloo's single messages know no timeout of their group
-        if messages:
-            self.finish()
-            self.held = None
+        finish, self.finish = self.finish, _nothing
+        finish()
+        self.held = None
         return True
 
 
@@ -168,6 +168,9 @@ def _unpack(flat: Tensor, tensors: Sequence[Tensor]) -> None:
 
 def _sum(terms: Sequence[Tensor], out: Tensor) -> None:
     """In the order of ranks, the same on all of them."""
+    if len(terms) == 1:
+        out.copy_(terms[0])
+        return
     if len(terms) > 2 and out.dtype in (torch.bfloat16, torch.float16):
         torch.sum(torch.stack(list(terms)), 0, out=out)  # rounds once
         return
@@ -178,8 +181,8 @@ def _sum(terms: Sequence[Tensor], out: Tensor) -> None:
 
 def _extreme(function: Callable[..., Tensor]) -> Callable[[Sequence[Tensor], Tensor], None]:
     def reduce(terms: Sequence[Tensor], out: Tensor) -> None:
-        function(terms[0], terms[1], out=out)
-        for term in terms[2:]:
+        out.copy_(terms[0])
+        for term in terms[1:]:
             function(out, term, out=out)
 
     return reduce
