@@ -73,8 +73,11 @@ def differentiate(
     """
     joint = _Joint(local, values, requires_grad, seeds)
     # On CPU torch would run an LSTM as one op of oneDNN, whose backward works in the call that recorded it only.
-    with torch.backends.mkldnn.flags(enabled=False):
+    before = torch.backends.mkldnn.set_flags(False)
+    try:
         joint.trace()
+    finally:
+        torch.backends.mkldnn.set_flags(before[0])
     return _Cut(joint).split()
 
 
