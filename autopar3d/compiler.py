@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
 from collections.abc import Callable, Mapping
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -26,7 +27,7 @@ from .initialize import initial_values
 from .layout import Layout
 from .module import Engine, ParallelModule
 from .outputs import with_outputs
-from .precision import MixedPrecision
+from .precision import MixedPrecision, ambient, autocast
 from .program import Argument, Program
 from .progress import stage, watching
 from .pytrees import flatten_input
@@ -38,6 +39,9 @@ from .tree import slot
 
 if TYPE_CHECKING:
     from .plan import Plan
+
+
+T = TypeVar("T")
 
 
 @watching("compile")
@@ -217,6 +221,23 @@ def plan(
     return compiler.step(args, kwargs, compiler.skeleton.modes(), {}, {}, compiler.given)[1]
 
 
+def _settled(method: Callable[..., T]) -> Callable[..., T]:
+    """Let a method of the compiler note the autocast that is on around it, for the trace, and turn it off."""
+
+    @functools.wraps(method)
+    def run(self: Compiler, *args: Any, **kwargs: Any) -> T:
+        if self.settled:
+            return method(self, *args, **kwargs)
+        self.settled, self.skeleton.autocast = True, ambient()
+        try:
+            with autocast(()):
+                return method(self, *args, **kwargs)
+        finally:
+            self.settled = False
+
+    return run
+
+
 class Compiler(Engine):
     """Makes steps for one model on one grid, and gives a module the model's tensors.
 
@@ -243,11 +264,13 @@ class Compiler(Engine):
         self.check, self.seed, self.loss_fn = check, seed, loss_fn
         self.chosen: Chosen | None = None  # from `choose` to the first step
         self.hardware = resolve(hardware, self.device)
+        self.settled = False
         self.skeleton = Skeleton(model, self.device, loss_fn, options.precision)
         self.given = _checked(given, options)
         self.pinned: dict[str, Layout] = {}  # by name of parameter or input, once planned
         self.model: nn.Module | None = None  # only until its tensors are taken over
 
+    @_settled
     def choose(self, world_size: int, example_inputs: Any, example_kwargs: Mapping[str, Any] | None) -> None:
         """Decide for the grid of `world_size` devices that serves this call best.
 
@@ -272,6 +295,7 @@ class Compiler(Engine):
         return module
 
     @watching("planning a new call")
+    @_settled
     def prepare(self, module: ParallelModule, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Prepared:
         modes = {path: m.training for path, m in module.named_modules(remove_duplicate=False)}
         step, made = self._jointly(_described(args, kwargs), lambda: self._prepare(module, args, kwargs, modes))
@@ -287,6 +311,7 @@ class Compiler(Engine):
         if wanted and isinstance(self.executor, RankExecutor):
             runtime.compare_inputs(leaves, values=not self.executor.sharded_inputs)
 
+    @_settled
     def step(
         self,
         args: tuple[Any, ...],
@@ -362,6 +387,7 @@ class Compiler(Engine):
         advice = "all ranks must compile the same model with the same arguments, and make the same calls"
         return runtime.jointly("planning", work, lambda made: made[1].hash, advice, of=call)
 
+    @_settled
     def _with_seeds(self, step: Step, seeds: tuple[int, ...]) -> Step:
         """The step with graphs for gradients that flow from these results."""
         runs = differentiated(step.program, step.local, self.options, seeds)

@@ -25,6 +25,7 @@ from .inductor import Inductor
 from .layout import Layout
 from .lockstep import run_lockstep
 from .passes.differentiate import Differentiated
+from .precision import ambient, autocast
 from .step import Step
 
 
@@ -91,7 +92,15 @@ def run_step(source: Source, executor: Executor, tensors: Sequence[Tensor | Ente
     if grad and step.runs.backward is not None:
         return list(_Run.apply(source, executor, *tensors))
     with torch.no_grad():
-        return _leave(step, executor, executor.run(step.runs.inference, _entered(step, executor, tensors)))
+        return _leave(step, executor, _run(executor, step.runs.inference, _entered(step, executor, tensors)))
+
+
+def _run(executor: Executor, graph: GraphModule, values: Sequence[Any]) -> list[Any]:
+    """A graph has the casts of the autocast that it was planned under; another one must not add to them."""
+    if not ambient():
+        return executor.run(graph, values)
+    with autocast(()):
+        return executor.run(graph, values)
 
 
 def _entered(step: Step, executor: Executor, tensors: Sequence[Tensor | Entered]) -> list[Any]:
@@ -122,7 +131,7 @@ class _Run(torch.autograd.Function):
         ctx.source, ctx.executor, ctx.step = source, executor, source.step
         runs = ctx.step.runs
         with record_function("autopar3d forward"):
-            outs = executor.run(runs.forward, _entered(ctx.step, executor, tensors))
+            outs = _run(executor, runs.forward, _entered(ctx.step, executor, tensors))
         results, ctx.saved = outs[: runs.results], outs[runs.results :]
         # By reference, for a backward that nobody planned; parameters are alive anyway.
         ctx.tensors, ctx.versions = tensors, _versions(ctx.step, tensors)
@@ -146,12 +155,12 @@ class _Run(torch.autograd.Function):
         if given != runs.tangents:
             # Gradients flow from other results than planned for: this once, their forward runs again.
             runs = ctx.source.switch(given)
-            saved = executor.run(runs.forward, _entered(step, executor, ctx.tensors))[runs.results :]
+            saved = _run(executor, runs.forward, _entered(step, executor, ctx.tensors))[runs.results :]
         seeds = [executor.seed(cotangents[i], step.local.results[i]) for i in runs.tangents]
         grads: list[Tensor | None] = [None] * len(ctx.tensors)
         if runs.backward is not None:
             with record_function("autopar3d backward"):
-                out = executor.run(runs.backward, [*saved, *seeds])
+                out = _run(executor, runs.backward, [*saved, *seeds])
             for number, value in zip(runs.gradients, out, strict=True):
                 if number in step.lower:
                     value = _cast(value, ctx.tensors[number].dtype)

@@ -24,6 +24,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.node import map_arg
 
 from .errors import TraceError
+from .precision import Autocast, ambient, autocast
 from .private import FakeTensorMode, TreeSpec, tree_flatten, tree_leaves, tree_unflatten
 
 _NAMESPACE = "autopar3d_traced"
@@ -49,7 +50,7 @@ class FunctionCall:
     statics: tuple[Any, ...]
     spec: TreeSpec
     elementwise: bool = False
-    autocast: tuple[tuple[str, torch.dtype], ...] = ()
+    autocast: Autocast = ()
 
     def __post_init__(self) -> None:
         # What fx writes for a callable in its code.
@@ -65,9 +66,7 @@ class FunctionCall:
         """What the class gives for these tensors and the other arguments."""
         given = iter(tensors)
         args = tree_unflatten([next(given) if s is TENSOR else s for s in self.statics], self.spec)
-        with contextlib.ExitStack() as stack:
-            for device, dtype in self.autocast:
-                stack.enter_context(torch.autocast(device, dtype))
+        with autocast(self.autocast):
             return self.cls.apply(*args)
 
     def __str__(self) -> str:
@@ -92,11 +91,6 @@ class _Tensor:
 
 TENSOR = _Tensor()
 """Stands for a tensor among `FunctionCall.statics`."""
-
-
-def _autocast() -> tuple[tuple[str, torch.dtype], ...]:
-    devices = ("cpu", "cuda")
-    return tuple((d, torch.get_autocast_dtype(d)) for d in devices if torch.is_autocast_enabled(d))
 
 
 def tensors_of(output: Any) -> tuple[Tensor, ...]:
@@ -165,7 +159,7 @@ class _Recorder:
         leaves, spec = tree_flatten(args)
         statics = tuple(TENSOR if isinstance(leaf, Tensor) else leaf for leaf in leaves)
         tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
-        call = FunctionCall(cls, statics, spec, autocast=_autocast())
+        call = FunctionCall(cls, statics, spec, autocast=ambient())
         name = f"{cls.__name__}_{next(_numbers)}"
         output, made = self._results(call, tensors)
         results = "Tensor" if isinstance(output, Tensor) else f"({', '.join(['Tensor'] * len(made))})"

@@ -25,6 +25,7 @@ from .counter import RandomState
 from .errors import AutoPar3DError, InputError, StateError, TraceError
 from .execute import Executor
 from .layout import Layout
+from .precision import ambient
 from .pytrees import flatten_input
 
 if TYPE_CHECKING:
@@ -244,7 +245,7 @@ class ParallelModule(GraphModule):
         )
         modes = tuple(m.training for m in self.modules())
         trainable = tuple(p.requires_grad for _, p in super().named_parameters())
-        return (str(in_spec), signature, modes, trainable)
+        return (str(in_spec), signature, modes, trainable, ambient())
 
     def _show(self, prepared: Prepared) -> None:
         """Let `graph` and `code` be those of the step that runs."""
@@ -317,6 +318,10 @@ class ParallelModule(GraphModule):
         """Take up what `random_state()` gave, here or on any other grid. Every rank must be given the same."""
         calls: _Calls = self.__dict__["_ap3d"]
         calls.random.seed, calls.random.step = int(state["seed"]), int(state["step"])
+
+    def __getitem__(self, key: int | str) -> nn.Module:
+        """A part, as in `par[0].eval()`, of a model that is a sequence, a list or a dict of modules."""
+        return tree.child(self, key)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> ParallelModule:
         tree.refuse_conversion(self, fn)

@@ -6,8 +6,9 @@ rank's shards as they enter, and casts gradients back as they leave.
 
 from __future__ import annotations
 
+import contextlib
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -67,6 +68,30 @@ class MixedPrecision:
             return tree_map_only(Tensor, lambda t: _cast(t, self.outputs), forward(*args, **kwargs))
 
         return run
+
+
+Autocast = tuple[tuple[str, torch.dtype], ...]
+"""Per device type for which autocast is on, the dtype."""
+
+_DEVICES = ("cpu", "cuda")
+
+
+def ambient() -> Autocast:
+    """Of the code that is running."""
+    return tuple((d, torch.get_autocast_dtype(d)) for d in _DEVICES if torch.is_autocast_enabled(d))
+
+
+@contextlib.contextmanager
+def autocast(wanted: Autocast) -> Iterator[None]:
+    """Within, autocast is on for these and off for all other devices."""
+    on = dict(wanted)
+    with contextlib.ExitStack() as stack:
+        for device in _DEVICES:
+            if device in on:
+                stack.enter_context(torch.autocast(device, on[device]))
+            elif torch.is_autocast_enabled(device):
+                stack.enter_context(torch.autocast(device, enabled=False))
+        yield
 
 
 _FLOATING = (torch.float64, torch.float32, torch.bfloat16, torch.float16)

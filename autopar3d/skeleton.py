@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
@@ -16,7 +17,7 @@ from .errors import TraceError
 from .passes.canonicalize import canonicalize
 from .passes.randomize import randomize
 from .passes.trace import trace
-from .precision import MixedPrecision
+from .precision import Autocast, MixedPrecision, autocast
 from .program import Program
 
 
@@ -66,6 +67,19 @@ class Skeleton:
         self.model.forward = precision.around(self.model.forward)
         if loss_fn is not None:
             self.model.forward = _with_loss(self.model.forward, loss_fn)
+
+        self.autocast: Autocast = ()  # around the whole call
+        self.model.forward = self._autocast(self.model.forward)
+
+    def _autocast(self, forward: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(forward)
+        def run(*args: Any, **kwargs: Any) -> Any:
+            if not self.autocast:
+                return forward(*args, **kwargs)
+            with autocast(self.autocast):
+                return forward(*args, **kwargs)
+
+        return run
 
     def modes(self) -> dict[str, bool]:
         """train/eval flag by module path."""

@@ -24,13 +24,7 @@ class Part(nn.Module):
 
     def __getitem__(self, key: int | str) -> nn.Module:
         """A part of a list, a sequence or a dict of modules, as in `par.blocks[0].eval()`."""
-        names = list(self._modules)
-        try:
-            found = self._modules[names[key] if isinstance(key, int) else key]
-        except KeyError:
-            raise KeyError(f"{self._get_name()} has no part {key!r}; it has {', '.join(names) or 'none'}") from None
-        assert found is not None
-        return found
+        return child(self, key)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Part:
         refuse_conversion(self, fn)
@@ -38,6 +32,18 @@ class Part(nn.Module):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         raise StateError(f"{self._get_name()} is part of a parallel module; call the whole module")
+
+
+def child(module: nn.Module, key: int | str) -> nn.Module:
+    """A submodule by its number or name."""
+    names = list(module._modules)
+    try:
+        found = module._modules[names[key] if isinstance(key, int) else key]
+    except KeyError:
+        listed = ", ".join(names) or "none"
+        raise KeyError(f"{module._get_name()} has no part {key!r}; it has {listed}") from None
+    assert found is not None
+    return found
 
 
 def grow(root: nn.Module, model: nn.Module) -> None:

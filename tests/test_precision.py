@@ -139,6 +139,29 @@ def test_autocast_regions_keep_their_dtypes() -> None:
     )
 
 
+def test_autocast_around_the_call_is_planned_for() -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(16, 32), nn.LayerNorm(32), nn.Linear(32, 16))
+    x = torch.randn(8, 16)
+    par = autopar3d.simulate(model, (2, 2, 2), x)
+    plain = par(x)
+    for module in (par, model):
+        with torch.autocast("cpu", torch.bfloat16):
+            out = module(x)
+            assert out.dtype == torch.bfloat16
+            loss = out.float().square().mean()
+        loss.backward()
+    assert far(par, model) < 2e-2
+    products = (torch.ops.aten.mm.default, torch.ops.aten.addmm.default)
+    dtypes = {n.meta["val"].dtype for n in par.forward_graph.graph.nodes if n.target in products}
+    assert dtypes == {torch.bfloat16}
+    assert par(x).dtype == torch.float32 and torch.equal(par(x), plain)
+    with torch.autocast("cpu", torch.bfloat16):
+        inside = autopar3d.simulate(model, (2, 1, 1), x)
+        assert inside(x).dtype == torch.bfloat16 and len(inside.__dict__["_ap3d"].steps) == 1
+        par(x).sum().backward()
+
+
 def _scaled() -> list[Any]:
     """float16-like loss scaling where one rank alone has an inf."""
     torch.manual_seed(0)

@@ -1,0 +1,126 @@
+"""What training loops do around a model: hooks, averages, torch.compile, closures, several models, odd calls."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
+
+import autopar3d
+from autopar3d.errors import StateError, TraceError
+
+GRID = (2, 1, 2)
+
+
+def make() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 4))
+
+
+def rows(n: int = 8) -> Tensor:
+    return torch.randn(n, 8, generator=torch.Generator().manual_seed(1))
+
+
+def both() -> tuple[Any, nn.Module]:
+    return autopar3d.simulate(make(), GRID, rows()), make()
+
+
+def same(par: Any, model: nn.Module, what: str = "grad") -> None:
+    for p, q in zip(par.parameters(), model.parameters(), strict=True):
+        found, wanted = (p.grad, q.grad) if what == "grad" else (p, q)
+        assert torch.allclose(found, wanted, atol=1e-5)
+
+
+def test_hooks_on_calls_outputs_and_parameters() -> None:
+    par, model = both()
+    seen: list[str] = []
+    for module in (par, model):
+        handle = module.register_forward_hook(lambda m, i, o: 2 * o)
+        out = module(rows())
+        out.register_hook(lambda g: 3 * g)
+        module.register_full_backward_hook(lambda m, i, o: seen.append("backward"))
+        module[0].weight.register_hook(lambda g: g / 2)
+        module[2].bias.register_post_accumulate_grad_hook(lambda p: p.grad.mul_(5))
+        out.square().mean().backward()
+        handle.remove()
+    same(par, model)
+    assert torch.allclose(par(rows()), model(rows()), atol=1e-6)
+
+
+def test_averages_and_closures() -> None:
+    par, model = both()
+    means = []
+    for module in (par, model):
+        mean = AveragedModel(module, multi_avg_fn=get_ema_multi_avg_fn(0.9))
+        optimizer = torch.optim.LBFGS(module.parameters(), lr=0.1, max_iter=3)
+
+        def closure(module: Any = module, optimizer: Any = optimizer) -> Tensor:
+            optimizer.zero_grad()
+            loss = module(rows()).square().mean()
+            loss.backward()
+            return loss
+
+        for _ in range(2):
+            optimizer.step(closure)
+            mean.update_parameters(module)
+        means.append(mean(rows()))
+    same(par, model, "value")
+    assert torch.allclose(*means, atol=1e-5)
+
+
+def test_models_that_feed_each_other() -> None:
+    par, model = both()
+    torch.manual_seed(2)
+    second = nn.Linear(4, 8)
+    also = autopar3d.simulate(second, (1, 2, 2), torch.randn(8, 4, requires_grad=True))
+    once_more = autopar3d.simulate(make(), GRID, rows())
+    (par(also(par(rows()))) + once_more(rows())).square().mean().backward()
+    third = make()
+    (model(second(model(rows()))) + third(rows())).square().mean().backward()
+    same(par, model)
+    same(also, second)
+    same(once_more, third)
+
+
+def test_functional_calls_use_the_tensors_they_are_given() -> None:
+    par, model = both()
+    double = {name: 2 * p.detach() for name, p in par.named_parameters()}
+    found = torch.func.functional_call(par, double, (rows(),))
+    assert torch.allclose(found, torch.func.functional_call(model, double, (rows(),)), atol=1e-5)
+    assert torch.allclose(par(rows()), model(rows()), atol=1e-6)
+    grads = torch.autograd.grad(par(rows()).sum(), list(par.parameters()))
+    wanted = torch.autograd.grad(model(rows()).sum(), list(model.parameters()))
+    assert all(torch.allclose(a, b, atol=1e-5) for a, b in zip(grads, wanted, strict=True))
+
+
+def test_torch_compile_of_the_result_runs_it_as_it_is() -> None:
+    par, model = both()
+    compiled = torch.compile(par, backend="eager")
+    compiled(rows()).square().mean().backward()
+    model(rows()).square().mean().backward()
+    same(par, model)
+
+
+def test_what_is_no_habit_is_refused() -> None:
+    par, _ = both()
+    loss = par(rows()).sum()
+    loss.backward(retain_graph=True)
+    with pytest.raises(StateError, match="a second time"):
+        loss.backward()
+    hooked = make()
+    hooked[0].register_full_backward_hook(lambda m, i, o: None)
+    with pytest.raises(TraceError, match="Linear has a backward hook"):
+        autopar3d.simulate(hooked, GRID, rows())
+
+
+def test_lengths_that_come_again_are_planned_once() -> None:
+    par, model = both()
+    par.eval()
+    for _ in range(2):
+        for n in (8, 5, 3, 1):
+            with torch.no_grad():
+                assert torch.allclose(par(rows(n)), model(rows(n)), atol=1e-6)
+    assert len(par.__dict__["_ap3d"].steps) == 5  # these, and the examples in training mode
