@@ -8,12 +8,14 @@ from __future__ import annotations
 
 import difflib
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from torch.fx import Node
 
+from .account import account, numbers, symbols
+from .cost import Cost, collective_seconds, per_unit
 from .errors import PlanError
 from .explanation import Choice, Collected, Explanation
 from .factors import ValueShape, is_getitem
@@ -38,6 +40,10 @@ class Choices:
 
     step: Step
     options: Options
+
+    def cost(self, shares: Mapping[str, float], *, symbolic: bool) -> Cost:
+        """See `Plan.cost`; `shares`: per axis, how much of its communication is exposed."""
+        return account(self.step, (symbols if symbolic else numbers)(self.step, shares), self.options.regather)
 
     def explain(self, name: str) -> Explanation:
         """See `Plan.explain`."""
@@ -149,7 +155,7 @@ class _Explainer:
                 if t.phase == "forward" or (grad and (t.phase == "backward" or again)):
                     size = t.elements * shape.dtype.itemsize
                     link = self.hardware.link(t.axis, self.grid)
-                    seconds = link.latency + size / link.bandwidth
+                    seconds = collective_seconds(1, size, link.latency, per_unit(link.bandwidth))
                     yield Collected(value.name, t.kind, t.axis, t.phase, size, seconds, shared)
             now = step.after
 

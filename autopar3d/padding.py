@@ -56,7 +56,7 @@ def classes(factors: Factors) -> list[FactorClass]:
 
     members: list[tuple[Node, str, tuple[Node, int]]] = []
     for node, spec in factors.specs.items():
-        where = _places(node, spec)
+        where = places_of(node, spec)
         for f in spec.factors:
             if f not in spec.padded or f in spec.whole or not where.get(f):
                 continue
@@ -80,7 +80,7 @@ def classes(factors: Factors) -> list[FactorClass]:
     return found
 
 
-def _places(node: Node, spec: OpSpec) -> dict[str, list[tuple[Node, int]]]:
+def places_of(node: Node, spec: OpSpec) -> dict[str, list[tuple[Node, int]]]:
     """Per factor, the atoms of operands and results that it is."""
     found: dict[str, list[tuple[Node, int]]] = {}
     pairs = list(zip(operands(node), spec.inputs, strict=True))
@@ -118,7 +118,7 @@ def pad(factors: Factors, lengths: Mapping[FactorClass, int]) -> Factors:
 
 def _pad_spec(node: Node, spec: OpSpec, new: Mapping[tuple[Node, int], int]) -> OpSpec:
     sizes, true, whole = dict(spec.sizes), {}, set(spec.whole)
-    for f, places in _places(node, spec).items():
+    for f, places in places_of(node, spec).items():
         length = next((new[p] for p in places if p in new), None)
         if length is None:
             continue

@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
+from .cost import Cost
 from .difference import Difference, difference
 from .errors import PlanError
 from .explanation import Explanation
@@ -29,6 +30,8 @@ class Choices(Protocol):
     """What a plan was chosen from."""
 
     def explain(self, name: str) -> Explanation: ...
+
+    def cost(self, shares: dict[str, float], *, symbolic: bool) -> Cost: ...
 
 
 @dataclass(frozen=True)
@@ -323,6 +326,31 @@ class Plan:
         if self.choices is None:
             raise PlanError("explain searches the graph, which is not in a plan's file: make the plan with plan(...)")
         return self.choices.explain(name)
+
+    def cost(self) -> Cost:
+        """What one step costs one rank, by the functions that the plan was decided with: op by op, collective by
+        collective. `compute` and all `communication` add up to `objective`. (`seconds` of the plan itself is the
+        prediction for the scheduled graphs, in which small collectives are merged.)
+
+        Raises:
+            PlanError: the plan comes from a file.
+        """
+        return self._cost(symbolic=False)
+
+    def symbolic_cost(self) -> Cost:
+        """The same as sympy expressions in the sizes, the axes, and the rates of the machine; `values` has the value of
+        each symbol in this plan, and `at(batch=..., gx=...)` evaluates at others: this plan's strategies, other sizes.
+
+        Raises:
+            PlanError: the plan comes from a file.
+        """
+        return self._cost(symbolic=True)
+
+    def _cost(self, *, symbolic: bool) -> Cost:
+        if self.choices is None:
+            raise PlanError("costs are counted on the graph, which is not in a plan's file: make it with plan(...)")
+        shares = {a: self.exposed[a] / t if t else 0.0 for a, t in self.communication.items()}
+        return self.choices.cost(shares, symbolic=symbolic)
 
     def diff(self, other: Plan) -> Difference:
         """What another plan of the same model does otherwise, and what each costs."""

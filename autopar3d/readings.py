@@ -11,7 +11,7 @@ from torch.fx import Node
 
 from .factors import is_getitem
 from .program import Program
-from .rules import operands
+from .rules import OpSpec, operands
 from .saved import is_view, saved_operands
 
 
@@ -86,3 +86,18 @@ def _flags(node: Node, grads: set[Node]) -> tuple[bool, ...]:
 def drops(regather: str, value: Node) -> bool:
     """Whether gathered copies of this value are dropped after forward and gathered again."""
     return regather == "all" or (regather == "weights" and value.op == "placeholder")
+
+
+def backward_share(node: Node, spec: OpSpec, grads: set[Node]) -> float:
+    """How many times the forward's FLOPs the backward of an op has."""
+    if node not in grads:
+        return 0.0
+    attention = "attention" in str(node.target)
+    with_mask = any(o in grads for o in operands(node)[3:])
+    if attention and not with_mask:
+        # Fused: five products for two, as the scores are computed again. (With a trained bias it is not fused.)
+        d, e = (operands(node)[i].meta["val"].shape[-1] for i in (0, 2))
+        return float(3 * d + 2 * e) / float(d + e)
+    if attention:
+        return 2.0
+    return float(sum(o in grads for i, o in enumerate(operands(node)) if i not in spec.addends))

@@ -8,10 +8,9 @@ prices them, so price and program cannot differ.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import lru_cache
-from typing import Literal, NamedTuple
-
-from .grid import Grid
+from typing import Any, Literal, NamedTuple, Protocol
 
 StepKind = Literal["gather", "cut", "scatter", "regroup", "reduce", "exchange", "fork", "unfork", "mask", "embed"]
 
@@ -142,7 +141,7 @@ class Transfer(NamedTuple):
     phase: Literal["forward", "backward", "regather"]
 
 
-def sent(kind: str, size: int, local: float) -> float:
+def sent(kind: str, size: Any, local: Any) -> Any:
     """Elements that one rank sends along an axis of `size` when it puts in `local` elements, by ring convention.
 
     all_gather `(g-1) * local`, reduce_scatter and all_to_all `(g-1)/g * local`, all_reduce twice that.
@@ -151,7 +150,15 @@ def sent(kind: str, size: int, local: float) -> float:
     return 2 * once if kind == "all_reduce" else once
 
 
-def transfers(step: Step, before: State, elements: float, grid: Grid, *, scatterable: bool = True) -> list[Transfer]:
+class Sizes(Protocol):
+    """Axis sizes: those of a `Grid`, or symbols."""
+
+    def axis_size(self, axis: str) -> Any: ...
+
+    def extent(self, axes: Sequence[str]) -> Any: ...
+
+
+def transfers(step: Step, before: State, elements: Any, grid: Sizes, *, scatterable: bool = True) -> list[Transfer]:
     """The collectives of one step on a value of `elements` global elements, by ring convention.
 
     `regather` transfers happen only when the gathered value is needed in backward and gathers are dropped; `backward`

@@ -16,6 +16,7 @@ from autopar3d.private import tree_leaves
 from . import timing
 from .attribution import Attribution
 from .collectives import collectives
+from .cost import collective_seconds, compute_seconds, per_unit
 from .factors import is_getitem, producer
 from .layout import Layout
 from .padding import pads_of
@@ -23,7 +24,7 @@ from .passes.rewrite import Movement
 from .plan import OpPlan, OutputPlan, ParameterPlan, Plan, Repeated, Sent
 from .program import module_path, source_line, text
 from .progress import stage
-from .readings import gradients
+from .readings import backward_share, gradients
 from .recording import predict
 from .redistribute import State
 from .rules import OpSpec, operands, results
@@ -221,29 +222,19 @@ class _Accountant:
         for val, dims in tensors:
             share = self.grid.extent([a for f in spec.atoms(dims) for a in axes_of.get(f, ())])
             moved += val.numel() * val.dtype.itemsize / share
-        rate = self.hardware.rate(tensors[-1][0].dtype)
-        work = spec.flops / self.grid.extent(strategy.axes) / rate
-        return (1.0 + self._backward_share(node, spec)) * max(work, moved / self.hardware.memory)
+        rates = per_unit(self.hardware.rate(tensors[-1][0].dtype)), per_unit(self.hardware.memory)
+        once: float = compute_seconds(spec.flops / self.grid.extent(strategy.axes), moved, *rates)
+        return (1.0 + self._backward_share(node, spec)) * once
 
     def _sending_seconds(self, sent: Iterable[Sent]) -> float:
         total = 0.0
         for s in sent:
             link = self.hardware.link(s.axis, self.grid)
-            total += s.calls * link.latency + s.bytes / link.bandwidth
+            total += collective_seconds(s.calls, s.bytes, link.latency, per_unit(link.bandwidth))
         return total
 
     def _backward_share(self, node: Node, spec: OpSpec) -> float:
-        """How many times the forward's FLOPs the backward has."""
-        if node not in self.grads:
-            return 0.0
-        with_mask = any(o in self.grads for o in operands(node)[3:])
-        if "attention" in _op_name(node) and not with_mask:
-            # Fused: five products for two, as the scores are computed again. (With a trained bias it is not fused.)
-            d, e = (operands(node)[i].meta["val"].shape[-1] for i in (0, 2))
-            return float(3 * d + 2 * e) / float(d + e)
-        if "attention" in _op_name(node):
-            return 2.0
-        return float(sum(o in self.grads for i, o in enumerate(operands(node)) if i not in spec.addends))
+        return backward_share(node, spec, self.grads)
 
     def _all_flops(self) -> float:
         """FLOPs of the whole step, all ranks together, when no work is done twice."""

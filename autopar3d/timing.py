@@ -15,6 +15,7 @@ from torch.fx import Node
 from torch.fx.node import map_arg
 from torch.utils.flop_counter import flop_registry
 
+from .cost import collective_seconds, compute_seconds, per_unit
 from .grid import Grid
 from .hardware import Hardware, Link
 from .redistribute import sent
@@ -152,7 +153,7 @@ def seconds(node: Node, hardware: Hardware, grid: Grid) -> float:
         return 0.0
     if is_start(node):
         link = link_of(node, hardware, grid)
-        return link.latency + sent_bytes(node, grid) / link.bandwidth
+        return float(collective_seconds(1, sent_bytes(node, grid), link.latency, per_unit(link.bandwidth)))
     outputs = _values(node)
     if not outputs:
         return 0.0
@@ -160,7 +161,8 @@ def seconds(node: Node, hardware: Hardware, grid: Grid) -> float:
     if _packet(node) in _LOOKUPS:
         inputs = inputs[1:] + outputs
     moved = sum(v.numel() * v.dtype.itemsize for v in (*inputs, *outputs))
-    return max(flops(node) / hardware.rate(outputs[0].dtype), moved / hardware.memory)
+    per_flop = per_unit(hardware.rate(outputs[0].dtype))
+    return float(compute_seconds(flops(node), moved, per_flop, per_unit(hardware.memory)))
 
 
 def output_bytes(node: Node) -> int:

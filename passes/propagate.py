@@ -27,6 +27,7 @@ from torch.fx import Node
 from torch.fx.node import map_arg
 
 from autopar3d.constraints import Pins, Wish, kept_states, kept_strategies, result_of
+from autopar3d.cost import collective_seconds, compute_seconds, per_unit
 from autopar3d.errors import PlanError
 from autopar3d.factors import Factors, ValueShape, is_getitem, producer
 from autopar3d.grid import Grid
@@ -436,8 +437,9 @@ class Search:
             moved += size / grid.extent([a for f in spec.atoms(dims) for a in axes_of.get(f, ())])
             dtype = val.dtype
         assert dtype is not None
-        work = spec.flops / grid.extent(strategy.axes) / hardware.rate(dtype)
-        seconds = (1 + backward) * max(work, 0.0 if is_view(node) else moved / hardware.memory)
+        flops = spec.flops / grid.extent(strategy.axes)
+        rates = per_unit(hardware.rate(dtype)), per_unit(hardware.memory)
+        seconds = (1 + backward) * compute_seconds(flops, 0.0 if is_view(node) else moved, *rates)
         inside = 0.0
         if spec.exchange is not None:
             local = LocalOp(node, spec, axes_of, grid)
@@ -445,7 +447,7 @@ class Search:
                 link = hardware.link(e.axis, grid)
                 if e.phase == "forward" or operands(node)[0] in self.grads:
                     moved_bytes = sent(e.kind, grid.axis_size(e.axis), e.elements) * (e.dtype or dtype).itemsize
-                    inside += link.latency + moved_bytes / link.bandwidth
+                    inside += collective_seconds(1, moved_bytes, link.latency, per_unit(link.bandwidth))
         return seconds, inside, moved
 
     # -- after solving ------------------------------------------------------------------------------

@@ -35,6 +35,7 @@ class Movement:
 
     `kind` is that of the `redistribute.Step`, or `inside` for an op's own collectives. `reordered`: elements that each
     of the transfers copies into another order locally, as collectives gather and scatter along the first dim only.
+    `way`: the placement before, and the step; None of what is inside.
     """
 
     value: str
@@ -45,6 +46,7 @@ class Movement:
     transfers: tuple[Transfer, ...]
     dtype: torch.dtype
     reordered: float = 0.0
+    way: tuple[State, Step] | None = None
 
 
 @dataclass(frozen=True)
@@ -289,7 +291,17 @@ class _Rewriter:
         whole = shape.elements / self.grid.extent([a for a in before.sharding if a in step.after.sharding])
         reordered = whole if step.kind not in ("reduce", "fork") and args[:2] != (0, 1) else 0.0
         self.movements.append(
-            Movement(value.name, module_path(origin), step.kind, step.axis, name, kept, shape.dtype, reordered)
+            Movement(
+                value.name,
+                module_path(origin),
+                step.kind,
+                step.axis,
+                name,
+                kept,
+                shape.dtype,
+                reordered,
+                (before, step),
+            )
         )
         return node
 
