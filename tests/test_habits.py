@@ -24,6 +24,11 @@ def rows(n: int = 8) -> Tensor:
     return torch.randn(n, 8, generator=torch.Generator().manual_seed(1))
 
 
+def five_times(parameter: Tensor) -> None:
+    assert parameter.grad is not None
+    parameter.grad.mul_(5)
+
+
 def both() -> tuple[Any, nn.Module]:
     return autopar3d.simulate(make(), GRID, rows()), make()
 
@@ -43,7 +48,7 @@ def test_hooks_on_calls_outputs_and_parameters() -> None:
         out.register_hook(lambda g: 3 * g)
         module.register_full_backward_hook(lambda m, i, o: seen.append("backward"))
         module[0].weight.register_hook(lambda g: g / 2)
-        module[2].bias.register_post_accumulate_grad_hook(lambda p: p.grad.mul_(5))
+        module[2].bias.register_post_accumulate_grad_hook(five_times)
         out.square().mean().backward()
         handle.remove()
     same(par, model)
