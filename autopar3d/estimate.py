@@ -8,6 +8,7 @@ next op up. (The schedule of the emitted graphs also changes the order of ops; `
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -194,8 +195,8 @@ def saved_shards(
             spec = factors.specs[slot.reader]
             target = needed(spec, decisions.strategies[slot.reader.name], slot.operand, grad=value in grads)
             kept, dropped = home, drops(regather, value)
-            copy = decisions.copies.get(value.name, home)
-            for step in (*route(home, copy), *route(copy, target)):
+            stops = (home, *decisions.way(value.name, slot.reader.name, slot.operand), target)
+            for step in (s for a, b in itertools.pairwise(stops) for s in route(a, b)):
                 if dropped and step.kind in ("gather", "regroup"):
                     break
                 kept = step.after

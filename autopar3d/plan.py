@@ -49,6 +49,7 @@ class Decisions:
         seconds: op -> its share of `compute`.
         bound: no plan in the space searched costs less; equal to `cost` when that is proven minimal.
         whole: names of values and ops kept whole -> why.
+        groups: value name, reader, operand -> placement of a second copy, which readers of one kind share.
     """
 
     grid: Grid
@@ -62,6 +63,12 @@ class Decisions:
     compute: float = 0.0
     seconds: dict[str, float] = field(default_factory=dict)
     whole: dict[str, str] = field(default_factory=dict)
+    groups: dict[tuple[str, str, int], State] = field(default_factory=dict)
+
+    def way(self, value: str, reader: str, operand: int) -> tuple[State, ...]:
+        """Placements in which a value stops on its way to a reading (of a result of the program: reader "")."""
+        stops = self.copies.get(value), self.groups.get((value, reader, operand))
+        return tuple(s for s in stops if s is not None)
 
     @property
     def exact(self) -> bool:

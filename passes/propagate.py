@@ -175,6 +175,7 @@ class Search:
         self.ties: dict[Any, np.ndarray] = {}  # vertex -> what its states' memory adds to its costs
         self.options: dict[Any, list[Any]] = {}  # vertex -> its states
         self.known: dict[Any, _Known] = {}  # per kind of op
+        self.members: dict[tuple[Node, int], list[Slot]] = {}  # a group of a value's readers -> its readings
         self.numbers: dict[Any, int] = {}  # kind of op -> its number
         self.kinds: dict[Node, int] = {}  # op -> the number of its kind
         self.partial: dict[Node, bool] = {}  # value -> whether it may be a partial sum
@@ -331,32 +332,46 @@ class Search:
         return self.zeros.setdefault(states, np.zeros(states))
 
     def _value(self, value: Node, slots: list[Slot]) -> None:
-        """The edges from a value to its readers, through a shared copy when there are several."""
-        shape = self.factors.values[value]
+        """The edges from a value to its readers, through a shared copy when there are several.
+
+        Readers of one kind (k and v, or both operands of x + x) may share one more copy, made from that of all.
+        """
         home = self._home(value)
-        readers = [self._reader(value, slot) for slot in slots]
+        readers = [(slot, self._reader(value, slot)) for slot in slots]
+        groups: dict[Any, list[tuple[Slot, _End]]] = {}
+        for slot, reader in readers:
+            groups.setdefault(tuple(reader.states), []).append((slot, reader))
         if len(slots) > 1:
-            kinds = "RV" if value in self.grads else "R"
-            key: tuple[Any, ...] = ("copy", shape.atoms, kinds)
-            if key not in self.placements:
-                self.placements[key] = states(shape.atoms, self.grid, kinds)
-            found = self.placements[key]
-            if value.name in self.pins.copies:
-                wish = self.pins.copies[value.name]
-                found = self._kept(found, value.name, shape, wish)
-                key = (*key, wish)
-            copy = _End(("copy", value), key, found)
-            self.options[copy.vertex] = copy.states
-            held = (key, shape.bytes)
-            if held not in self.held:
-                share = [1.0 / self.grid.extent(s.sharding) for s in copy.states]
-                self.held[held] = self.tie * shape.bytes * np.array(share)
-            self.ties[copy.vertex] = self.held[held]
-            self.problem.vertex(copy.vertex, self.held[held])
-            self._edge(home, copy, value, slots)
-            home = copy
-        for slot, reader in zip(slots, readers, strict=True):
-            self._edge(home, reader, value, [slot])
+            home = self._copy(("copy", value), home, value, slots)
+        for number, members in enumerate(groups.values()):
+            start = home
+            if len(groups) > 1 and len(members) > 1:
+                start = self._copy(("group", (value, number)), home, value, [slot for slot, _ in members])
+                self.members[value, number] = [slot for slot, _ in members]
+            for slot, reader in members:
+                self._edge(start, reader, value, [slot])
+
+    def _copy(self, vertex: Any, source: _End, value: Node, slots: list[Slot]) -> _End:
+        shape = self.factors.values[value]
+        kinds = "RV" if value in self.grads else "R"
+        key: tuple[Any, ...] = ("copy", shape.atoms, kinds)
+        if key not in self.placements:
+            self.placements[key] = states(shape.atoms, self.grid, kinds)
+        found = self.placements[key]
+        if vertex[0] == "copy" and value.name in self.pins.copies:
+            wish = self.pins.copies[value.name]
+            found = self._kept(found, value.name, shape, wish)
+            key = (*key, wish)
+        copy = _End(vertex, key, found)
+        self.options[vertex] = copy.states
+        held = (key, shape.bytes)
+        if held not in self.held:
+            share = [1.0 / self.grid.extent(s.sharding) for s in copy.states]
+            self.held[held] = self.tie * shape.bytes * np.array(share)
+        self.ties[vertex] = self.held[held]
+        self.problem.vertex(vertex, self.held[held])
+        self._edge(source, copy, value, slots)
+        return copy
 
     def _home(self, value: Node) -> _End:
         """Where the value comes from, and per state of that vertex the placement it has there."""
@@ -456,6 +471,7 @@ class Search:
         chosen: dict[str, Strategy] = {}
         storage: dict[str, State] = {}
         copies: dict[str, State] = {}
+        groups: dict[tuple[str, str, int], State] = {}
         results: list[State | None] = [None] * len(self.program.results)
         for (kind, what), option in picked.items():
             if kind == "op":
@@ -464,6 +480,9 @@ class Search:
                 storage[what.name] = option
             elif kind == "copy":
                 copies[what.name] = option
+            elif kind == "group":
+                for slot in self.members[what]:
+                    groups[what[0].name, slot.reader.name if slot.reader else "", slot.operand] = option
             else:
                 results[what] = option
         self._set_aside(chosen, storage, results)
@@ -479,6 +498,7 @@ class Search:
             math.fsum(seconds.values()),
             seconds,
             self._kept_whole(storage),
+            groups,
         )
 
     def _set_aside(self, chosen: dict[str, Strategy], storage: dict[str, State], results: list[State | None]) -> None:

@@ -228,9 +228,10 @@ class _Rewriter:
 
     def _read(self, value: Node, target: State, slot: Slot) -> Node:
         start = self.home[value]
-        copy = self.decisions.copies.get(value.name, start)
-        self._move(value, start, copy, slot)
-        return self._move(value, copy, target, slot)
+        for stop in self.decisions.way(value.name, slot.reader.name if slot.reader else "", slot.operand):
+            self._move(value, start, stop, slot)
+            start = stop
+        return self._move(value, start, target, slot)
 
     def _move(self, value: Node, start: State, target: State, slot: Slot) -> Node:
         now, local = start, self.placed[value, start]
