@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
+from . import page
 from .cost import Cost
 from .difference import Difference, difference
 from .errors import PlanError
@@ -307,6 +308,28 @@ class Plan:
             PlanError: the plan is from a file.
         """
         self._drawable().plot(path, f"grid {'x'.join(map(str, self.grid))}")
+
+    def plot_memory(self, path: str | Path) -> None:
+        """Draw the bytes alive on one rank over one step. Needs matplotlib.
+
+        Raises:
+            PlanError: the plan is from a file.
+        """
+        self._drawable().plot_memory(path, f"grid {'x'.join(map(str, self.grid))}")
+
+    def to_html(self, path: str | Path | None = None) -> str:
+        """One self-contained page: the grid, the model as a tree that folds, timeline, memory, grids considered.
+
+        Args:
+            path: where to write it too.
+        """
+        text = page.page(self)
+        if path is not None:
+            Path(path).write_text(text, encoding="utf-8")
+        return text
+
+    def _repr_html_(self) -> str:
+        return page.table(self)
 
     def save_trace(self, path: str | Path) -> None:
         """Write the same as a Chrome trace (JSON), for https://ui.perfetto.dev.

@@ -91,6 +91,10 @@ class Recording:
         """Draw compute, each axis and memory over time. Needs matplotlib (`pip install "autopar3d[plot]"`)."""
         plot([self], path, title)
 
+    def plot_memory(self, path: str | Path, title: str = "") -> None:
+        """Draw the bytes alive over time, forward and backward told apart. Needs matplotlib."""
+        plot_memory(self, path, title)
+
 
 def predict(graphs: Mapping[str, GraphModule], grid: Grid, hardware: Hardware) -> Recording:
     """What a machine will do with graphs that run one after the other, such as forward and backward.
@@ -248,4 +252,37 @@ def plot(recordings: Sequence[Recording], path: str | Path, title: str = "") -> 
     figure.legend(handles=handles, loc="lower center", ncols=max(1, len(handles)), frameon=False)
     figure.tight_layout(rect=(0, 0.6 / figure.get_figheight(), 1, 1))
     figure.savefig(path, dpi=120)
+    pyplot.close(figure)
+
+
+def plot_memory(recording: Recording, path: str | Path, title: str = "") -> None:
+    """Draw one recording's memory."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    figure, axes = pyplot.subplots(figsize=(10, 4))
+    times = [t * 1e3 for t, _ in recording.memory] or [0.0]
+    held = [n / 1e6 for _, n in recording.memory] or [0.0]
+    axes.step(times, held, where="post", color=_COLOURS["matmul"], linewidth=1.5)
+    axes.fill_between(times, held, step="post", color=_COLOURS["other"], alpha=0.35)
+    top = max(range(len(held)), key=lambda i: held[i])
+    axes.plot(times[top], held[top], "o", color=_COLOURS["all_to_all"])
+    beside = ("right", -8) if times[top] > times[-1] / 2 else ("left", 8)
+    axes.annotate(
+        f"peak {held[top]:.3g} MB",
+        (times[top], held[top]),
+        xytext=(beside[1], 8),
+        textcoords="offset points",
+        ha=beside[0],
+    )
+    backward = min((s.start * 1e3 for s in recording.spans if s.graph == "backward"), default=None)
+    if backward is not None:
+        axes.axvline(backward, color="0.4", linestyle="--", linewidth=1)
+        axes.annotate("backward", (backward, 0), xytext=(6, 6), textcoords="offset points", color="0.3")
+    axes.set(xlabel="ms", ylabel="MB alive on a rank", title=f"{title + ', ' if title else ''}{recording.source}")
+    axes.set_ylim(0, 1.15 * max(held))
+    axes.set_xlim(0, max(times[-1], recording.seconds * 1e3))
+    figure.savefig(path, dpi=120, bbox_inches="tight")
     pyplot.close(figure)

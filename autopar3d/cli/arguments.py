@@ -59,6 +59,7 @@ def parser() -> argparse.ArgumentParser:
     plan = command("plan", _plan, "print what went where and what it costs; needs no devices")
     _model_arguments(plan)
     plan.add_argument("--json", action="store_true", help="print the plan as JSON instead; Plan.load reads it")
+    plan.add_argument("--html", metavar="FILE", help="write the plan as a page, with pictures, to FILE")
     plan.add_argument("--save", metavar="FILE", help="write the plan, as JSON, to FILE")
 
     check = command("check", _check, "say what would go wrong, or be slow, on a grid; needs no devices")

@@ -30,6 +30,8 @@ def plan(options: argparse.Namespace) -> int:
     )
     if options.save:
         found.save(options.save)
+    if options.html:
+        found.to_html(options.html)
     print(json.dumps(found.to_dict(), indent=1) if options.json else found)
     return 0
 
