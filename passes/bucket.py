@@ -204,29 +204,30 @@ class _Ancestors:
 
     def __init__(self, facts: _Facts) -> None:
         self.facts = facts
-        self.bits = {n: 1 << facts.number[n] for n in facts.starts}
-        self.group: dict[Node, list[Node]] = {n: [n] for n in facts.starts}
+        # Per bucket by its first start: its members, and all that these depend on in the graph as it was, as bits.
+        self.buckets: dict[Node, tuple[int, int]] = {}
 
     def may_merge(self, held: list[Node], start: Node) -> bool:
-        own = sum(self.bits[n] for n in (*held, start))
-        seen = 0
-        todo = [*held, start]
-        while todo:
-            new = self.facts.before[todo.pop()] & ~seen
-            if new & own:
-                return False
-            seen |= new
-            while new:
-                lowest = new & -new
-                new ^= lowest
-                for other in self.group[self.facts.starts[lowest.bit_length() - 1]]:
-                    todo.append(other)
-        return True
+        own, reach = self._bits([*held, start])
+        others = [b for first, b in self.buckets.items() if first is not held[0]]
+        while True:
+            # Whoever waits for a member of a bucket waits for all of them.
+            met = [b for b in others if b[0] & reach]
+            if not met or own & reach:
+                return not own & reach
+            others = [b for b in others if not b[0] & reach]
+            for members, before in met:
+                reach |= members | before
 
     def merge(self, held: list[Node], start: Node) -> None:
-        members = [*held, start]
+        self.buckets[held[0]] = self._bits([*held, start])
+
+    def _bits(self, members: list[Node]) -> tuple[int, int]:
+        own = before = 0
         for n in members:
-            self.group[n] = members
+            own |= 1 << self.facts.number[n]
+            before |= self.facts.before[n]
+        return own, before
 
 
 def _emit(module: GraphModule, facts: _Facts, buckets: list[list[Node]]) -> GraphModule:

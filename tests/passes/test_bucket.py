@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from typing import Any
 
 import pytest
@@ -19,7 +20,7 @@ from autopar3d.program import text
 from autopar3d.timeline import timeline
 from autopar3d.timing import is_start
 
-from .test_overlap import CASES, GRID, X, Y, emitted, random_graph, steps
+from .test_overlap import CASES, GRID, X, Y, emitted, layers, random_graph, steps
 
 # A latency that every small collective of these tests is below, and some that are not.
 SLOW_TO_START = Hardware("toy", {"": 1e6}, 1e9, Link(1e-2, 1e5), Link(1e-2, 1e5), 1 << 30)
@@ -166,6 +167,15 @@ def _moves_vectors(start: Any, weights: str) -> bool:
     if weights == "placeholder":
         return all(v.dim() == 1 for v in vals) and all(n.op == "placeholder" for n in near)
     return all(v.numel() <= 128 for v in vals) and "reduce_scatter" in start.name
+
+
+def test_many_buckets_take_no_long() -> None:
+    module = layers(200)
+    slow = Hardware("slow", {"": 1e6}, 1e9, Link(1.0, 1e6), Link(1.0, 1e6), 1 << 30)
+    began = time.process_time()
+    found = bucket(module, GRID, slow, memory=10.0)
+    assert time.process_time() - began < 5.0  # some 0.5 on an idle core
+    assert len(collectives(found)) < 0.6 * len(collectives(module)) < 600
 
 
 def test_attribution_names_the_layer() -> None:
