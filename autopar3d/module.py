@@ -7,6 +7,7 @@ planned for its shapes and modes, or plans one with the parameters' layouts as t
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, NoReturn
@@ -202,6 +203,12 @@ class ParallelModule(GraphModule):
         calls: _Calls = self.__dict__["_ap3d"]
         leaves, in_spec = flatten_input(args, kwargs)
         known = calls.last
+        if len(calls.steps) == _MANY:
+            _log.warning(
+                "%d plans were made for calls that differ in shapes, modes or Python values, and each takes time and "
+                "memory: pad batches to few shapes, and pass as tensors what changes often",
+                _MANY,
+            )
         if calls.engine.executor.sharded_inputs:
             args, kwargs = tree_unflatten(self._global(leaves), in_spec)
         try:
@@ -355,6 +362,10 @@ class ParallelModule(GraphModule):
             "torch.distributed.checkpoint) or full_state_dict(), compile the model again, and load"
         )
 
+
+_MANY = 8  # plans of one module, from which on a user should know
+
+_log = logging.getLogger(__name__)
 
 _UNPLANNED = (
     "pass example_inputs= to compile, or call the module once; the plan lays the parameters out, so make the "

@@ -121,7 +121,7 @@ def test_what_is_no_habit_is_refused() -> None:
         autopar3d.simulate(hooked, GRID, rows())
 
 
-def test_lengths_that_come_again_are_planned_once() -> None:
+def test_lengths_that_come_again_are_planned_once(caplog: pytest.LogCaptureFixture) -> None:
     par, model = both()
     par.eval()
     for _ in range(2):
@@ -129,3 +129,7 @@ def test_lengths_that_come_again_are_planned_once() -> None:
             with torch.no_grad():
                 assert torch.allclose(par(rows(n)), model(rows(n)), atol=1e-6)
     assert len(par.__dict__["_ap3d"].steps) == 5  # these, and the examples in training mode
+    with caplog.at_level("WARNING", "autopar3d"):
+        for n in (2, 4, 6, 7, 9):
+            par(rows(n))
+    assert sum("8 plans were made" in record.message for record in caplog.records) == 1
