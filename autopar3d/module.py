@@ -28,6 +28,7 @@ from .execute import Executor
 from .layout import Layout
 from .precision import ambient
 from .pytrees import flatten_input
+from .sampling import data_place
 
 if TYPE_CHECKING:
     from .plan import Plan
@@ -111,6 +112,24 @@ class ParallelModule(GraphModule):
         step = self._prepared.step
         pairs = zip(step.program.arguments, step.argument_layouts, strict=True)
         return {a.names[0]: layout for a, layout in pairs if a.kind == "input"}
+
+    @property
+    def data_rank(self) -> int:
+        """Which part of the batch this rank passes, as `rank=` of a `DistributedSampler`; 0 with global inputs.
+
+        Raises:
+            StateError: nothing is planned yet, or the inputs' batches are cut by different axes.
+        """
+        return self._data_place()[0]
+
+    @property
+    def data_world_size(self) -> int:
+        """Number of parts of the batch, as `num_replicas=` of a `DistributedSampler`; 1 with global inputs."""
+        return self._data_place()[1]
+
+    def _data_place(self) -> tuple[int, int]:
+        layouts, executor = self.input_layouts, self.__dict__["_ap3d"].engine.executor
+        return data_place(layouts, executor.grid, executor.index) if executor.sharded_inputs else (0, 1)
 
     def __repr__(self) -> str:
         calls = self.__dict__.get("_ap3d")
