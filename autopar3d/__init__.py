@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from .advice import check
+    from .calibration import calibrate
     from .collectives import Collective, collectives
     from .compiler import compile, plan, simulate
     from .errors import AutoPar3DError
@@ -34,6 +35,7 @@ __all__ = [
     "MixedPrecision",
     "ParallelModule",
     "check",
+    "calibrate",
     "collectives",
     "compile",
     "launch",
@@ -51,6 +53,7 @@ _HOMES = {
     "MixedPrecision": "precision",
     "ParallelModule": "module",
     "check": "advice",
+    "calibrate": "calibration",
     "collectives": "collectives",
     "compile": "compiler",
     "launch": "launch",

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import dataclasses
+import json
 from dataclasses import dataclass, field
+from pathlib import Path
 
 import torch
 
@@ -53,6 +56,24 @@ class Hardware:
     def rate(self, dtype: torch.dtype) -> float:
         return self.flops.get(str(dtype).removeprefix("torch."), self.flops[""])
 
+    def save(self, path: str | Path) -> None:
+        """Write the profile as JSON, which `hardware=path` takes."""
+        Path(path).write_text(json.dumps(dataclasses.asdict(self), indent=1) + "\n")
+
+    @classmethod
+    def load(cls, path: str | Path) -> Hardware:
+        """Read what `save` wrote.
+
+        Raises:
+            PlanError: the file holds no profile.
+        """
+        try:
+            plain = json.loads(Path(path).read_text())
+            node, network = Link(**plain.pop("node")), Link(**plain.pop("network"))
+            return cls(node=node, network=network, **plain)
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            raise PlanError(f"{path} is no hardware profile: {error!r}") from error
+
 
 PROFILES = {
     p.name: p
@@ -64,7 +85,7 @@ PROFILES = {
             Link(2.0e-4, 1.0e9),
             Link(2.0e-4, 1.0e9),
             1 << 30,
-            "order of magnitude of one core and gloo over loopback; `calibrate` measures the real machine (issue B)",
+            "order of magnitude of one core and gloo over loopback; `calibrate` measures the real machine",
         ),
         Hardware(
             "a100",
@@ -73,7 +94,9 @@ PROFILES = {
             Link(1.0e-5, 2.4e11),
             Link(2.0e-5, 2.5e10),
             8,
-            "NVIDIA A100 80GB datasheet (312 TFLOP/s bf16, 2.0 TB/s, NVLink 300 GB/s a direction), derated by 0.8",
+            "NVIDIA A100 80GB SXM datasheet, derated by 0.8: 312 TFLOP/s bf16 and fp16, 156 TF32 (taken for float32), "
+            "19.5 float64; 2.0 TB/s; NVLink 300 GB/s a direction. Network: a 200 Gbit/s HDR port per device (DGX). "
+            "Latencies are assumed: `calibrate` measures them",
         ),
         Hardware(
             "h100",
@@ -82,7 +105,9 @@ PROFILES = {
             Link(1.0e-5, 3.6e11),
             Link(2.0e-5, 5.0e10),
             8,
-            "NVIDIA H100 SXM datasheet (989 TFLOP/s bf16, 3.35 TB/s, NVLink 450 GB/s a direction), derated by 0.8",
+            "NVIDIA H100 SXM datasheet, derated by 0.7 (compute) and 0.8: 989 TFLOP/s dense bf16 and fp16, 494 TF32 "
+            "(taken for float32), 67 float64; 3.35 TB/s; NVLink 450 GB/s a direction. Network: a 400 Gbit/s NDR port "
+            "per device (DGX). Latencies are assumed: `calibrate` measures them",
         ),
         Hardware(
             "v100",
@@ -91,7 +116,9 @@ PROFILES = {
             Link(1.0e-5, 1.2e11),
             Link(2.0e-5, 1.2e10),
             4,
-            "NVIDIA V100 SXM2 datasheet (15.7 TFLOP/s fp32, 125 fp16, 900 GB/s, NVLink 150 GB/s), derated by 0.8",
+            "NVIDIA V100 SXM2 datasheet, derated by 0.8: 15.7 TFLOP/s float32, 125 fp16 (derated by 0.7), 7.8 float64; "
+            "900 GB/s; NVLink 150 GB/s a direction. Network: a 100 Gbit/s EDR port per device. bfloat16 is computed "
+            "as float32. Latencies are assumed: `calibrate` measures them",
         ),
         Hardware(
             "bandwidth",
@@ -106,15 +133,18 @@ PROFILES = {
 }
 
 
-def resolve(hardware: Hardware | str | None, device: torch.device) -> Hardware:
-    """The profile asked for, or the default of a device type (the same on every rank).
+def resolve(hardware: Hardware | str | Path | None, device: torch.device) -> Hardware:
+    """The profile asked for, by name or by file, or the default of a device type (the same on every rank).
 
     Raises:
-        PlanError: an unknown name.
+        PlanError: an unknown name, or a file that is no profile.
     """
     if isinstance(hardware, Hardware):
         return hardware
+    if isinstance(hardware, Path) or (hardware and hardware not in PROFILES and Path(hardware).is_file()):
+        return Hardware.load(hardware)
     name = hardware or ("h100" if device.type == "cuda" else "cpu")
     if name not in PROFILES:
-        raise PlanError(f"hardware={name!r} is not known; choose one of {', '.join(sorted(PROFILES))}")
+        known = ", ".join(sorted(PROFILES))
+        raise PlanError(f"hardware={name!r} is not known; choose one of {known}, or a file that calibrate saved")
     return PROFILES[name]
