@@ -2,8 +2,8 @@
 
     python -m tests.fuzz --examples 500
 
-A model is a list of moves on a growing list of tensors: products, norms, attention, reductions, changes of shape. Sizes
-are odd as often as even. What fails is printed as the moves that make it; put those into `tests/end_to_end/test_fuzz.py`.
+A model is a list of moves on a growing list of tensors: products, norms, attention, reductions, changes of shape.
+Sizes are odd as often as even. What fails is printed as the moves that make it: a test for `end_to_end/test_fuzz.py`.
 """
 
 from __future__ import annotations
