@@ -23,8 +23,10 @@ from pathlib import Path
 import pytest
 import torch
 
+import autopar3d
 from autopar3d.cli import main
 from autopar3d.rules import RULES
+from tests.api import SECTIONS, reference
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
@@ -156,8 +158,16 @@ def test_files_exist(page: Path) -> None:
             assert (ROOT / path).exists(), f"{page.name} names {path}"
 
 
+def test_the_reference_is_what_the_docstrings_say() -> None:
+    again = "python -m tests.test_docs writes it anew"
+    assert (ROOT / "docs" / "api.md").read_text() == reference(), again
+    documented = {getattr(thing, "__name__", "") for things in SECTIONS.values() for thing in things}
+    assert set(autopar3d.__all__) <= documented
+
+
 def write() -> None:
-    """Put what is printed now into the blocks that show an output."""
+    """Put what is printed now into the blocks that show an output, and make the reference anew."""
+    (ROOT / "docs" / "api.md").write_text(reference())
     for page in PAGES:
         lines = page.read_text().split("\n")
         with _undone():
