@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 
 from torch.fx import GraphModule
@@ -52,7 +53,7 @@ def schedule(graph: GraphModule, grid: Grid, hardware: Hardware, *, anyway: bool
     """
     before = timeline(graph, grid, hardware)
     bound = (1.0 + _MEMORY) * before.peak_bytes
-    best, least = graph, before.seconds
+    best, least = graph, math.inf if anyway else before.seconds
     for share in _BUCKETS:
         merged = bucket(graph, grid, hardware, memory=share) if share else graph
         if share and merged is graph:
@@ -61,7 +62,7 @@ def schedule(graph: GraphModule, grid: Grid, hardware: Hardware, *, anyway: bool
         found = overlap(merged, grid, hardware, memory=room, anyway=anyway)
         after = timeline(found, grid, hardware)
         # Usually the first is the best. Where it is not, buckets took the memory that the order needs.
-        if best is graph or after.seconds < 0.99 * least:
+        if after.seconds <= (1.0 if best is graph else 0.99) * least:
             best, least = found, after.seconds
         if after.exposed_seconds <= 0.5 * before.exposed_seconds:
             break
