@@ -27,7 +27,7 @@ KINDS = ("all_gather", "reduce_scatter", "all_reduce", "all_to_all")
 
 # Bytes that a rank sends in the collectives measured: one where latency is all, others where bandwidth is. What lies
 # between tells little of either: switches and limited links let some 100 kB through at once.
-_SIZES = (2_000, 400_000, 1_600_000)
+_SIZES = (2_000, 250_000, 1_000_000)
 
 
 class Sample(NamedTuple):
