@@ -21,7 +21,7 @@ from .errors import GridError, InputError, LayoutError, PlanError
 from .execute import LockstepExecutor, RankExecutor
 from .explain import Choices
 from .grid import Grid, GridLike
-from .grids import Chosen, choose
+from .grids import Chosen, choose, distinct
 from .hardware import Hardware, resolve
 from .initialize import initial_values
 from .layout import Layout
@@ -59,6 +59,7 @@ def compile(  # noqa: A001  (as torch.compile)
     hardware: Hardware | str | None = None,
     overlap: bool | str = "auto",
     constraints: Mapping[str, str | Layout] | None = None,
+    memory_budget: int | None = None,
     plan: Plan | None = None,
     strict: bool = False,
     check: bool | None = None,
@@ -86,7 +87,8 @@ def compile(  # noqa: A001  (as torch.compile)
         outputs: "auto" (beside a scalar loss the other outputs stay sharded, as DTensors; without one all are
             global), "global", "sharded", "loss" (outputs that are no scalar are not computed and come back as
             None), or a dict by output, such as `{"logits": "global"}`; those it does not name are "auto".
-        regather: "all" (only shards are kept for backward), "weights" (gathered activations are kept), "none".
+        regather: "all" (only shards are kept for backward), "weights" (gathered activations are kept), "none", or
+            "auto": the fastest of them, within `memory_budget`.
         hardware: a `Hardware`, a profile's name, or None for the default of the device type.
         overlap: "auto" merges small collectives and orders the graphs so that communication runs beside compute, where
             the predicted time gets shorter; True does so always; False leaves each wait right after its start.
@@ -97,6 +99,9 @@ def compile(  # noqa: A001  (as torch.compile)
         strict: make it an error when something is kept whole or has no rule.
         check: None compares the inputs across ranks at the first call of each plan; True at every call, and the traced
             graph with the model on the examples; False never.
+        memory_budget: bytes per device that a training step may need: parameters, gradients, AdamW's state, what is
+            saved for backward, and the working set. The fastest plan that fits is taken, with grid="auto" of all grids,
+            with regather="auto" of all three. It holds for the example inputs.
         mixed_precision: a dtype in which to compute with parameters that are kept in their own, or a `MixedPrecision`.
         backend: "eager" runs the graphs op by op; "inductor" compiles them, in the order in which they are.
         seed: of dropout and other random numbers, and of the initialisation of meta models.
@@ -111,7 +116,15 @@ def compile(  # noqa: A001  (as torch.compile)
     if backend not in ("eager", "inductor"):
         raise PlanError(f"backend={backend!r} is not known; choose 'eager' or 'inductor'")
     options = Options(
-        scheme, inputs, outputs, regather, strict, overlap, MixedPrecision.of(mixed_precision), constraints
+        scheme,
+        inputs,
+        outputs,
+        regather,
+        strict,
+        overlap,
+        MixedPrecision.of(mixed_precision),
+        constraints,
+        memory_budget,
     )
     compiler = runtime.jointly(
         "compile",
@@ -121,8 +134,8 @@ def compile(  # noqa: A001  (as torch.compile)
         lambda made: f"grid={made.grid} {made.grid.ranks or ''} seed={seed} {options} {plan.digest if plan else ''}",
         "all ranks must pass the same arguments",
     )
-    if _is_auto(grid):
-        world_size = runtime.world_size()
+    if plan is None and _chooses(grid, options):
+        world_size = runtime.world_size() if _is_auto(grid) else None
         runtime.jointly(
             "choosing the grid",
             lambda: compiler.choose(world_size, example_inputs, example_kwargs),
@@ -149,6 +162,7 @@ def simulate(
     hardware: Hardware | str | None = None,
     overlap: bool | str = "auto",
     constraints: Mapping[str, str | Layout] | None = None,
+    memory_budget: int | None = None,
     plan: Plan | None = None,
     strict: bool = False,
     check: bool | None = None,
@@ -167,11 +181,19 @@ def simulate(
         GridError, TraceError, PlanError: as `compile`.
     """
     options = Options(
-        scheme, inputs, outputs, regather, strict, overlap, MixedPrecision.of(mixed_precision), constraints
+        scheme,
+        inputs,
+        outputs,
+        regather,
+        strict,
+        overlap,
+        MixedPrecision.of(mixed_precision),
+        constraints,
+        memory_budget,
     )
     compiler = Compiler(model, _given(grid, world_size), options, hardware, loss_fn, check=check, seed=seed, given=plan)
-    if world_size is not None and _is_auto(grid):
-        compiler.choose(world_size, example_inputs, example_kwargs)
+    if plan is None and _chooses(grid, options):
+        compiler.choose(world_size if _is_auto(grid) else None, example_inputs, example_kwargs)
     compiler.executor = LockstepExecutor(compiler.grid)
     return compiler.module(model, example_inputs, example_kwargs)
 
@@ -191,6 +213,7 @@ def plan(
     hardware: Hardware | str | None = None,
     overlap: bool | str = "auto",
     constraints: Mapping[str, str | Layout] | None = None,
+    memory_budget: int | None = None,
     plan: Plan | None = None,
     strict: bool = False,
     check: bool | None = None,
@@ -212,11 +235,19 @@ def plan(
     if example_inputs is None and not example_kwargs:
         raise InputError("plan needs example_inputs= (meta tensors do): layouts depend on the shapes")
     options = Options(
-        scheme, inputs, outputs, regather, strict, overlap, MixedPrecision.of(mixed_precision), constraints
+        scheme,
+        inputs,
+        outputs,
+        regather,
+        strict,
+        overlap,
+        MixedPrecision.of(mixed_precision),
+        constraints,
+        memory_budget,
     )
     compiler = Compiler(model, cube, options, hardware, loss_fn, check=check, seed=seed, given=plan)
-    if world_size is not None and _is_auto(grid):
-        compiler.choose(world_size, example_inputs, example_kwargs)
+    if plan is None and _chooses(grid, options):
+        compiler.choose(world_size if _is_auto(grid) else None, example_inputs, example_kwargs)
     args, kwargs = _call(example_inputs, example_kwargs)
     return compiler.step(args, kwargs, compiler.skeleton.modes(), {}, {}, compiler.given)[1]
 
@@ -271,19 +302,23 @@ class Compiler(Engine):
         self.model: nn.Module | None = None  # only until its tensors are taken over
 
     @_settled
-    def choose(self, world_size: int, example_inputs: Any, example_kwargs: Mapping[str, Any] | None) -> None:
-        """Decide for the grid of `world_size` devices that serves this call best.
+    def choose(self, world_size: int | None, example_inputs: Any, example_kwargs: Mapping[str, Any] | None) -> None:
+        """Decide for the grid of `world_size` devices (None: the one given) and what to keep, as serves this call best.
 
         Raises:
             InputError: no example inputs.
             GridError, TraceError, PlanError: as `compile`.
         """
         if example_inputs is None and not example_kwargs:
-            raise InputError('grid="auto" needs example_inputs=: which grid is best depends on the shapes')
+            raise InputError(
+                'grid="auto", regather="auto" and memory_budget= need example_inputs=: the best depends on the shapes'
+            )
         args, kwargs = _call(example_inputs, example_kwargs)
         program, options = self._traced(args, kwargs, self.skeleton.modes(), {})
-        self.chosen = choose(program, world_size, self.hardware, options)
+        grids = [(self.grid, ())] if world_size is None else list(distinct(world_size, self.hardware))
+        self.chosen = choose(program, grids, self.hardware, options)
         self.grid = self.chosen.grid
+        self.options = replace(self.options, regather=self.chosen.options.regather)
 
     def module(self, model: nn.Module, example_inputs: Any, example_kwargs: Mapping[str, Any] | None) -> ParallelModule:
         """The module; planned, with its tensors, when there are example inputs."""
@@ -325,6 +360,7 @@ class Compiler(Engine):
         if self.chosen is not None:
             chosen, self.chosen = self.chosen, None
             made = make_plan(chosen.step, options=chosen.options)
+            made = replace(made, notes=(*made.notes, *([chosen.note] if chosen.note else [])))
             return chosen.step, replace(
                 made, candidates=chosen.candidates, choices=Choices(chosen.step, chosen.options)
             )
@@ -499,6 +535,11 @@ def _described(args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
 
 def _is_auto(grid: GridLike) -> bool:
     return isinstance(grid, str) and grid == "auto"
+
+
+def _chooses(grid: GridLike, options: Options) -> bool:
+    """Whether something is left to be chosen by comparing whole plans."""
+    return _is_auto(grid) or options.regather == "auto" or options.memory_budget is not None
 
 
 def _given(grid: GridLike, world_size: int | None = None, *, processes: bool = False) -> Grid | None:

@@ -7,12 +7,13 @@ sizes on the same links are one candidate.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
 from functools import partial
 
 from . import padding
-from .errors import GridError
+from .errors import GridError, PlanError
 from .estimate import Estimate, estimate
 from .factors import Factors
 from .grid import Grid, factorisations
@@ -21,6 +22,7 @@ from .passes.rewrite import rewrite
 from .plan import Candidate, Decisions
 from .program import Program
 from .progress import stage
+from .report import make_plan
 from .schedule import scheduled
 from .step import Options, Step, build_step, decide
 from .tables import byte_text, second_text
@@ -29,6 +31,8 @@ from .timeline import timeline
 # So many candidates are scheduled: up to `_MOST`, of graphs with this many nodes together.
 _MOST = 4
 _NODES = 4000
+# With a memory budget, so many that should fit are emitted in search of one that does.
+_TRIES = 6
 
 
 @dataclass(frozen=True)
@@ -39,6 +43,7 @@ class Chosen:
     options: Options
     step: Step
     candidates: tuple[Candidate, ...]
+    note: str = ""
 
 
 @dataclass(frozen=True)
@@ -50,32 +55,103 @@ class _Trial:
     estimate: Estimate
     same: tuple[str, ...]
 
+    @property
+    def kept(self) -> int:
+        return sum(self.estimate.memory.values())
 
-def choose(program: Program, world_size: int, hardware: Hardware, options: Options) -> Chosen:
-    """The grid of `world_size` devices with the shortest predicted step.
+
+@dataclass(frozen=True)
+class _Built:
+    """A trial, emitted and scheduled; `memory` as in a plan, where there is a budget."""
+
+    trial: _Trial
+    step: Step
+    seconds: float
+    memory: dict[str, int]
+
+    @property
+    def needed(self) -> int:
+        return self.memory.get("needed", 0)
+
+
+def choose(
+    program: Program, grids: Sequence[tuple[Grid, tuple[str, ...]]], hardware: Hardware, options: Options
+) -> Chosen:
+    """Of some grids, and with regather="auto" of all ways to keep or gather again, the shortest predicted step.
+
+    Args:
+        grids: each with those it stands for, see `distinct`.
 
     Raises:
-        GridError: `world_size` is not a whole number of at least 1.
-        PlanError: as `build_step`.
+        PlanError: as `build_step`; or nothing fits into `options.memory_budget`.
     """
-    if world_size < 1:
-        raise GridError(f"world_size={world_size}: it needs at least one device")
     factors = Factors(program.graph.graph)
+    levels = ("none", "weights", "all") if options.regather == "auto" else (options.regather,)
     trials = []
-    grids = list(distinct(world_size, hardware))
     with stage("comparing grids", len(grids)) as step_done:
         for number, (grid, same) in enumerate(grids):
             step_done(number)
-            trials.append(_tried(program, grid, same, hardware, options, factors))
-    trials.sort(key=lambda t: (t.estimate.seconds, sum(t.estimate.memory.values()), t.grid.sizes))
+            for level in levels:
+                trials.append(_tried(program, grid, same, hardware, replace(options, regather=level), factors))
+    trials.sort(key=lambda t: (t.estimate.seconds, t.kept, t.grid.sizes))
     count = max(1, min(_MOST, _NODES // max(1, len(program.graph.graph.nodes))))
-    built = [(t, _emit(program, hardware, t)) for t in trials[:count]]
-    times = [_seconds(step) for _, step in built]
-    order = sorted(range(len(built)), key=lambda i: times[i])
-    first, step = built[order[0]]
-    ranked = [(built[i][0], times[i]) for i in order] + [(t, None) for t in trials[count:]]
-    candidates = tuple(_candidate(t, time, first, times[order[0]]) for t, time in ranked)
-    return Chosen(first.grid, first.options, step, candidates)
+    budget = options.memory_budget
+    built = _fitting(program, hardware, trials, count, budget)
+    found = [b for b in built if budget is None or b.needed <= budget]
+    if not found:
+        assert budget is not None
+        raise PlanError(_too_large(min(built, key=lambda b: b.needed), budget))
+    found.sort(key=lambda b: b.seconds)
+    first = found[0]
+    rest = sorted((b for b in built if b not in found), key=lambda b: b.seconds)
+    emitted = [b.trial for b in built]
+    ranked = [(b.trial, b) for b in (*found, *rest)] + [(t, None) for t in trials if t not in emitted]
+    candidates = tuple(_candidate(t, b, first, budget) for t, b in ranked)
+    note = ""
+    if budget is not None:
+        least = min(t.decisions.bound for t in trials)
+        above = 100.0 * (first.trial.decisions.cost / least - 1.0) if least > 0.0 else 0.0
+        note = (
+            f"memory_budget {byte_text(budget)}: {byte_text(first.needed)} are needed, with "
+            f"regather={first.trial.options.regather!r}. Without a budget the planner's objective is at least "
+            f"{second_text(least)}; this one is {max(0.0, above):.1f}% above."
+        )
+    return Chosen(first.trial.grid, first.trial.options, first.step, candidates, note)
+
+
+def _fitting(
+    program: Program, hardware: Hardware, trials: list[_Trial], count: int, budget: int | None
+) -> list[_Built]:
+    """The first candidates that fit, emitted, and those that turned out not to on the way."""
+    if budget is None:
+        return [_emit(program, hardware, t) for t in trials[:count]]
+    built: list[_Built] = []
+    order = [t for t in trials if t.kept <= budget]
+    # Last, what needs least: whether anything fits hangs on it.
+    least = min(trials, key=lambda t: t.kept)
+    for trial in [*[t for t in order if t is not least][:_TRIES], least]:
+        if sum(b.needed <= budget for b in built) >= count:
+            break
+        built.append(_emit(program, hardware, trial))
+    return built
+
+
+def _too_large(best: _Built, budget: int) -> str:
+    """Why nothing fits, and what would."""
+    memory, grid = best.memory, best.trial.grid
+    fixed = sum(memory[k] for k in ("parameters", "gradients", "optimizer", "buffers"))
+    parts = [f"{byte_text(memory[k])} {k}" for k in ("parameters", "gradients", "optimizer", "buffers") if memory[k]]
+    parts.append(f"{byte_text(best.needed - fixed)} saved activations and working set")
+    devices = 1 << (math.ceil(grid.size * best.needed / budget) - 1).bit_length()
+    ways = [f"a grid of some {devices} devices"]
+    if budget > fixed:
+        share = (budget - fixed) / (best.needed - fixed)
+        ways.append(f"some {math.floor(100 * share)}% of this batch")
+    return (
+        f"memory_budget={budget} ({byte_text(budget)}) is too small: the least that was found to be needed is "
+        f"{byte_text(best.needed)} per device, on grid {grid} with regather={best.trial.options.regather!r}: "
+        f"{', '.join(parts)}. What would fit: {', or '.join(ways)}"
+    )
 
 
 def _tried(
@@ -93,6 +169,8 @@ def _decide(program: Program, grid: Grid, hardware: Hardware, options: Options, 
 
 def distinct(world_size: int, hardware: Hardware) -> Iterator[tuple[Grid, tuple[str, ...]]]:
     """Every grid that differs from the others in more than the order of its axes, and those it stands for."""
+    if world_size < 1:
+        raise GridError(f"world_size={world_size}: it needs at least one device")
     alike: dict[object, list[Grid]] = {}
     for sizes in sorted(factorisations(world_size), reverse=True):
         grid = Grid(*sizes)
@@ -103,10 +181,11 @@ def distinct(world_size: int, hardware: Hardware) -> Iterator[tuple[Grid, tuple[
         yield first, tuple(str(g) for g in others)
 
 
-def _emit(program: Program, hardware: Hardware, trial: _Trial) -> Step:
+def _emit(program: Program, hardware: Hardware, trial: _Trial) -> _Built:
     decided = trial.factors, trial.decisions
-    step = build_step(program, trial.grid, hardware, trial.options, decided=decided)
-    return scheduled(step, trial.options.overlap)
+    step = scheduled(build_step(program, trial.grid, hardware, trial.options, decided=decided), trial.options.overlap)
+    memory = make_plan(step, options=trial.options).memory if trial.options.memory_budget is not None else {}
+    return _Built(trial, step, _seconds(step), memory)
 
 
 def _seconds(step: Step) -> float:
@@ -114,23 +193,26 @@ def _seconds(step: Step) -> float:
     return sum(timeline(g, step.decisions.grid, step.decisions.hardware).seconds for g in graphs)
 
 
-def _candidate(trial: _Trial, scheduled_seconds: float | None, best: _Trial, best_seconds: float) -> Candidate:
+def _candidate(trial: _Trial, built: _Built | None, best: _Built, budget: int | None) -> Candidate:
     e = trial.estimate
-    if trial is best:
+    needed = built.needed if built is not None else trial.kept
+    if built is best:
         why = "chosen"
-    elif scheduled_seconds is not None and e.seconds <= best.estimate.seconds:
-        why = f"{second_text(scheduled_seconds - best_seconds)} slower when scheduled"
+    elif budget is not None and needed > budget:
+        why = f"needs {byte_text(needed)}: {byte_text(needed - budget)} too much"
+    elif built is not None and e.seconds <= best.trial.estimate.seconds:
+        why = f"{second_text(built.seconds - best.seconds)} slower when scheduled"
     else:
-        why = _why(trial, best)
+        why = _why(trial, best.trial)
     return Candidate(
         grid=trial.grid.sizes,
         regather=trial.options.regather,
         seconds=e.seconds,
-        scheduled=scheduled_seconds,
+        scheduled=built.seconds if built is not None else None,
         compute=e.compute,
         exposed=sum(e.exposed.values()),
         bytes=sum(e.bytes.values()),
-        memory=sum(e.memory.values()),
+        memory=trial.kept,
         why=why,
         same=trial.same,
     )

@@ -75,6 +75,7 @@ class _Accountant:
         lines = [timeline(g, grid, self.hardware) for g in self._graphs()]
         memory = self._memory()
         memory |= {f"peak {name}": line.peak_bytes for name, line in zip(("forward", "backward"), lines, strict=False)}
+        memory["needed"] = self._needed(memory)
         flops = [sum(timing.flops(n) for n in g.graph.nodes if n.op == "call_function") for g in self._graphs()]
         return Plan(
             grid=grid.sizes,
@@ -313,6 +314,17 @@ class _Accountant:
         sizes["activations"] = saved_bytes(self.forward, self.step.runs.results)
         order = ("parameters", "gradients", "optimizer", "buffers", "activations", "inputs", "outputs")
         return {name: sizes[name] for name in order}
+
+    def _needed(self, memory: dict[str, int]) -> int:
+        """Bytes for a training step: what stays, and the larger working set of the two graphs beside it."""
+        stays = memory["parameters"] + memory["gradients"] + memory["optimizer"] + memory["buffers"]
+        working = memory["peak forward"] - memory["parameters"] - memory["buffers"]
+        if self.backward is not None:
+            held = {a.node for a in self.program.arguments if a.kind in ("parameter", "buffer")}
+            read = [n for n in self.backward.graph.nodes if n.op == "placeholder" and n.name in held]
+            given = sum(timing.output_bytes(n) for n in read)
+            working = max(working, memory["peak backward"] - given - memory["gradients"])
+        return int(stays + max(0, working))
 
     def _output_nodes(self) -> Sequence[Node]:
         return [self.nodes[r.node] for r in self.program.results if r.node is not None]

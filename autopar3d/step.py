@@ -42,11 +42,16 @@ class Options:
     overlap: bool | str = "auto"
     precision: MixedPrecision = MixedPrecision()
     constraints: Mapping[str, str | Layout] | None = None
+    memory_budget: int | None = None
 
     def check(self) -> None:
         """Raise PlanError for a value that is not known."""
         if self.inputs not in ("global", "sharded"):
             raise PlanError(f"inputs={self.inputs!r} is not known; choose 'global' or 'sharded'")
+        if self.regather not in ("all", "weights", "none", "auto"):
+            raise PlanError(f"regather={self.regather!r} is not known; choose 'all', 'weights', 'none' or 'auto'")
+        if self.memory_budget is not None and self.memory_budget <= 0:
+            raise PlanError(f"memory_budget={self.memory_budget}: it is a number of bytes per device")
         if self.overlap not in (True, False, "auto"):
             raise PlanError(f"overlap={self.overlap!r} is not known; choose 'auto', True or False")
         values = [self.outputs] if isinstance(self.outputs, str) else list(self.outputs.values())

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 import autopar3d
-from autopar3d.errors import GridError, InputError, LaunchError
+from autopar3d.errors import GridError, InputError, LaunchError, PlanError
 from autopar3d.estimate import estimate
 from autopar3d.factors import Factors
 from autopar3d.grid import Grid, factorisations
@@ -19,6 +19,7 @@ from autopar3d.passes.rewrite import rewrite
 from autopar3d.plan import Plan
 from autopar3d.program import Program
 from autopar3d.step import Options, decide
+from tests.models import MODELS
 from tests.test_plan import planned, traced
 
 
@@ -108,3 +109,60 @@ def test_the_estimate_is_near_the_emitted_graphs(name: str, regather: str) -> No
     seconds, activations = estimated(traced(name), Grid(*grid), regather)
     assert seconds == pytest.approx(plan.seconds, rel=0.3)
     assert activations == pytest.approx(plan.memory["activations"], rel=0.15)
+
+
+# -- what to keep, and a bound on memory -------------------------------------------------------------------------
+
+
+def gpt(**options: object) -> Plan:
+    make_model, make_inputs = MODELS["gpt"]
+    args, kwargs = make_inputs(torch.float32)
+    return autopar3d.plan(make_model(torch.float32), (1, 8, 1), args, kwargs, **options)  # type: ignore[arg-type]
+
+
+def test_without_a_bound_keeping_everything_is_fastest() -> None:
+    best, kept = gpt(regather="auto"), gpt(regather="none")
+    assert best.regather == "none" and best.seconds == pytest.approx(kept.seconds)
+    assert [c.regather for c in best.candidates][0] == "none"
+    assert {c.regather for c in best.candidates} == {"none", "weights", "all"}
+
+
+def test_a_bound_on_memory_holds() -> None:
+    least, most = (gpt(regather=level).memory["needed"] for level in ("all", "none"))
+    assert least < most
+    budget = (least + most) // 2
+    plan = gpt(regather="auto", memory_budget=budget)
+    assert plan.regather == "all"
+    assert plan.memory["needed"] <= budget
+    assert any("too much" in c.why for c in plan.candidates)
+    assert any(note.startswith("memory_budget") for note in plan.notes)
+
+
+def test_what_does_not_fit_says_what_would() -> None:
+    least = gpt(regather="all").memory["needed"]
+    with pytest.raises(PlanError, match=r"too small: the least .* is .* per device, on grid \(1, 8, 1\)") as caught:
+        gpt(regather="auto", memory_budget=least // 2)
+    assert "a grid of some 16 devices" in str(caught.value) and "optimizer" in str(caught.value)
+    with pytest.raises(PlanError, match="number of bytes"):
+        gpt(memory_budget=0)
+    with pytest.raises(PlanError, match="'some' is not known"):
+        gpt(regather="some")
+
+
+def test_needed_is_what_stays_and_the_larger_working_set() -> None:
+    memory = gpt().memory
+    stays = sum(memory[k] for k in ("parameters", "gradients", "optimizer", "buffers"))
+    assert stays < memory["needed"] <= stays + max(memory["peak forward"], memory["peak backward"])
+    assert memory["needed"] >= memory["optimizer"] + memory["peak backward"]
+
+
+def test_a_bound_goes_with_the_choice_of_the_grid() -> None:
+    make_model, make_inputs = MODELS["mlp"]
+    args, kwargs = make_inputs(torch.float32)
+    free = autopar3d.plan(make_model(torch.float32), "auto", args, kwargs, world_size=8, regather="auto")
+    budget = max(c.memory for c in free.candidates)
+    bound = autopar3d.plan(
+        make_model(torch.float32), "auto", args, kwargs, world_size=8, regather="auto", memory_budget=2 * budget
+    )
+    assert bound.memory["needed"] <= 2 * budget
+    assert bound.seconds >= free.seconds * (1 - 1e-9)
