@@ -106,9 +106,12 @@ def _named(alias: str, group: dist.ProcessGroup) -> dist.ProcessGroup:
 
 def _resolved(name: GroupName) -> dist.ProcessGroup | None:
     try:
-        return resolve_process_group(name)
-    except (RuntimeError, ValueError):  # not registered yet, or nobody holds it any more
+        found: dist.ProcessGroup = resolve_process_group(name)
+        # One of a default group that was destroyed since may be alive yet: torch knows its ranks no more.
+        dist.get_process_group_ranks(getattr(found, "inner", found))
+    except (KeyError, RuntimeError, ValueError):  # not registered yet, or nobody holds it any more
         return None
+    return found
 
 
 def _timeout(device_type: str) -> timedelta:
