@@ -8,6 +8,7 @@ from functools import lru_cache
 
 import numpy as np
 
+from .cost import collective_seconds
 from .grid import Grid
 from .hardware import Hardware
 from .redistribute import State
@@ -73,7 +74,9 @@ class PriceTable:
             atoms: lengths of the value's atoms; None takes all to be divisible.
         """
         phases = [0] + [1] * grad + [2] * (grad and regather)
-        by_class: np.ndarray = sum(self.latency[p] + size * self.inverse_bandwidth[p] for p in phases)
+        by_class: np.ndarray = sum(
+            collective_seconds(1, size, self.latency[p], self.inverse_bandwidth[p]) for p in phases
+        )
         total: np.ndarray = by_class[self.walks.classes[np.ix_(sources, targets)]]
         if atoms is not None:
             whole = self._unscatterable(atoms)
