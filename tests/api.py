@@ -22,7 +22,14 @@ are of one rank, and a step is one forward and one backward. The [user guide](us
 """
 
 SECTIONS: dict[str, list[Any]] = {
-    "Ways in": [autopar3d.compile, autopar3d.simulate, autopar3d.plan, autopar3d.check, autopar3d.launch],
+    "Ways in": [
+        autopar3d.compile,
+        autopar3d.simulate,
+        autopar3d.plan,
+        autopar3d.check,
+        autopar3d.launch,
+        autopar3d.calibrate,
+    ],
     "The compiled module": [autopar3d.ParallelModule],
     "Grids, layouts, machines": [
         autopar3d.Grid,

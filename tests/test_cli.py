@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from autopar3d import Grid
+from autopar3d import Grid, Hardware
 from autopar3d.cli import doctor, main, training
 from autopar3d.launch import Pool
 from autopar3d.plan import Plan
@@ -51,6 +51,10 @@ def with_loss():
 def on_meta():
     with torch.device("meta"):
         return model(), torch.empty(8, 8)
+
+
+def with_dropout():
+    return nn.Sequential(model(), nn.Dropout(0.5)), x
 
 
 def number():
@@ -100,6 +104,8 @@ def test_simulate_compares_with_one_device(source: str, capsys: pytest.CaptureFi
     assert main(["simulate", f"{source}:with_loss", "--grid", "2,1,2", "--steps", "2"]) == 0
     out = capsys.readouterr().out
     assert "2 steps of AdamW on grid (2, 1, 2)" in out and "agree within 1e-10" in out
+    assert main(["simulate", f"{source}:with_dropout", "--grid", "2,1,1", "--steps", "1"]) == 0
+    capsys.readouterr()
     arguments = ["--grid", "2,1,2", "--steps", "1", "--dtype", "own", "--json"]
     assert main(["simulate", f"{source}:pair", *arguments]) == 0
     found = json.loads(capsys.readouterr().out)
@@ -132,7 +138,7 @@ def test_mistakes_are_told_in_lines(
     assert message in err and not out
     assert "Traceback" not in err and err.startswith("autopar3d: ")
     if message.startswith("raised"):
-        assert "models_of_mine.py:42 (`return model(), torch.ones(8, 8) @ torch.ones(3, 3)`)" in err
+        assert "models_of_mine.py:46 (`return model(), torch.ones(8, 8) @ torch.ones(3, 3)`)" in err
     assert main([*arguments, "--debug"]) == 1
     assert "Traceback (most recent call last)" in capsys.readouterr().err
 
@@ -179,6 +185,20 @@ def test_as_a_module_and_from_another_folder(tmp_path: Path) -> None:
         shell=True, capture_output=True, text=True, cwd=tmp_path, env=there,
     )  # fmt: skip
     assert plan.stdout.startswith("Plan ") and plan.stdout.count("\n") == 1 and not plan.stderr
+
+
+def test_calibrate_saves_a_profile(
+    ranks: Pool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def launch(fn, *args, grid):  # type: ignore[no-untyped-def]
+        return ranks.run(fn, *args, ranks=Grid.of(grid).size)
+
+    monkeypatch.delenv("RANK", raising=False)
+    monkeypatch.setattr(training.autopar3d, "launch", launch)
+    path = str(tmp_path / "mine.json")
+    assert main(["calibrate", path, "--grid", "2,1,1"]) == 0
+    assert f"--hardware {path}" in capsys.readouterr().out
+    assert Hardware.load(path).name == "mine"
 
 
 def test_train_finds_the_example() -> None:

@@ -1,4 +1,4 @@
-"""The command line: `autopar3d plan | check | simulate | train | doctor`.
+"""The command line: `autopar3d plan | check | simulate | calibrate | train | doctor`.
 
 Exit codes: 0, done; 1, the request failed, or (of `check`, `simulate` and `doctor`) something is wrong; 2, the command
 line itself. Mistakes are told in a line or a few; `--debug` shows the traceback.

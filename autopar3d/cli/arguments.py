@@ -72,6 +72,13 @@ def parser() -> argparse.ArgumentParser:
     simulate.add_argument("--dtype", default="float64", choices=["float64", "own"], help=dtypes)
     simulate.add_argument("--json", action="store_true", help="print the result as JSON instead")
 
+    calibrate = command("calibrate", _calibrate, "measure this machine and save a profile, which --hardware takes")
+    calibrate.add_argument("path", metavar="FILE", help="where to save the profile")
+    calibrate.add_argument(
+        "--grid", type=_grid, default=(2, 2, 2), metavar="X,Y,Z", help="axes to measure (default: 2,2,2)"
+    )
+    calibrate.add_argument("--node-size", type=_count, metavar="N", help="devices per node (default: torchrun's)")
+
     # All its arguments, --help among them, are the script's.
     train = command("train", _train, "train the bundled example on local CPU ranks, beside one device", add_help=False)
     train.set_defaults(takes_more=True)
@@ -88,7 +95,9 @@ def _model_arguments(to: argparse.ArgumentParser) -> None:
     to.add_argument("source", metavar="SOURCE", help=_SOURCE)
     to.add_argument("--grid", type=_grid, required=True, metavar="X,Y,Z", help="sizes of the axes, or auto")
     to.add_argument("--world-size", type=_count, metavar="N", help="number of devices: for --grid auto, else checked")
-    to.add_argument("--hardware", metavar="NAME", help="profile: a100, h100, v100, cpu, bandwidth")
+    to.add_argument(
+        "--hardware", metavar="NAME", help="profile: a100, h100, v100, cpu, bandwidth, or a file of calibrate"
+    )
     to.add_argument("--scheme", default="auto", help="auto (default), 3d, 2d, 1d, zero3 or zero3x1d")
     to.add_argument("--regather", default="all", help="all (default), weights or none")
     to.add_argument("--inputs", default="global", help="global (default) or sharded")
@@ -138,6 +147,12 @@ def _train(options: argparse.Namespace) -> int:
     from .training import train
 
     return train(options)
+
+
+def _calibrate(options: argparse.Namespace) -> int:
+    from .training import calibrate
+
+    return calibrate(options)
 
 
 def _doctor(options: argparse.Namespace) -> int:

@@ -8,12 +8,15 @@ import json
 from dataclasses import replace
 from typing import Any
 
-from torch import Tensor
+from torch import Tensor, nn
 
 import autopar3d
 from autopar3d.private import tree_map_only
 
 from .source import Made, load
+
+_DROPOUT = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout, nn.FeatureAlphaDropout)
+_SHOWN = 10
 
 
 def plan(options: argparse.Namespace) -> int:
@@ -62,6 +65,9 @@ def simulate(options: argparse.Namespace) -> int:
         first = _double(first)
     if any(p.is_meta for p in first.model.parameters()):
         raise PlanError(f"{options.source} makes its model on meta; simulate needs values: make a small one on the CPU")
+    for module in first.model.modules():
+        if isinstance(module, _DROPOUT):
+            module.p = 0.0  # a grid draws other masks than one device
     models = [first.model, copy.deepcopy(first.model)]  # `make` need not seed
     more: dict[str, Any] = _shared(options)
     if options.world_size is not None:
@@ -84,8 +90,10 @@ def simulate(options: argparse.Namespace) -> int:
         print("largest difference, relative:")
         for kind, value in worst.items():
             print(f"  {kind:9}  {value:.1e}")
-        for failure in found.failures:
+        for failure in found.failures[:_SHOWN]:
             print(f"differs by more than {found.tol:g}: {failure}")
+        if len(found.failures) > _SHOWN:
+            print(f"and {len(found.failures) - _SHOWN} more of {len(found.differences)} tensors")
         if not found.failures:
             print(f"all {len(found.differences)} tensors agree within {found.tol:g}")
     return 1 if found.failures else 0
