@@ -38,6 +38,14 @@ tree_map_only = pytree.tree_map_only
 tree_unflatten = pytree.tree_unflatten
 
 
+def forget_meshes() -> None:
+    """Drop DTensor's memory of what it did on a mesh. It finds an equal mesh of a later process group in it, and would
+    use the groups of the earlier one, which are gone."""
+    from torch.distributed.tensor.debug import _clear_sharding_prop_cache
+
+    _clear_sharding_prop_cache()
+
+
 def inductor() -> tuple[Any, Callable[..., Any], Callable[[], Any]]:
     """Inductor below dynamo and AOTAutograd, for which emitted graphs are what these would give it.
 
@@ -58,6 +66,7 @@ __all__ = [
     "FakeTensorMode",
     "GroupName",
     "TreeSpec",
+    "forget_meshes",
     "get_default_store",
     "inductor",
     "keystr",

@@ -250,6 +250,11 @@ def _clean() -> None:
     with contextlib.suppress(Exception):  # a group whose peers died may refuse; its successor is new anyway
         if dist.is_initialized():
             dist.destroy_process_group()
+    if "torch.distributed.tensor" in sys.modules:
+        # DTensor remembers meshes that are equal to the next job's, and with them groups that are gone.
+        from .private import forget_meshes
+
+        forget_meshes()
 
 
 def _stack(thread: int) -> str:

@@ -8,4 +8,5 @@ ruff format --check .
 ruff check .
 mypy
 lint-imports
-exec python -m pytest "$@"
+# One process for all that starts ranks (see tests/conftest.py), one for the rest.
+exec python -m pytest -n 2 --dist loadgroup "$@"

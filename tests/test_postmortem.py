@@ -79,21 +79,3 @@ def _groups() -> list[Any]:
 
 def test_the_groups_of_a_grid_have_the_timeout_that_was_asked_for(ranks: Pool) -> None:
     assert ranks.run(_groups, ranks=2) == [[timedelta(seconds=77)] * 3] * 2
-
-
-def _held_over(first: bool) -> bool:
-    import builtins
-
-    par = autopar3d.compile(nn.Linear(8, 8), (2, 1, 1), torch.randn(8, 8))
-    if first:
-        builtins.held_over = par  # type: ignore[attr-defined]  # past the end of this run's process group
-    par(torch.ones(8, 8)).sum().backward()
-    full = par.full_state_dict()
-    if not first:
-        del builtins.held_over  # type: ignore[attr-defined]
-    return len(full) == 2
-
-
-def test_groups_of_a_destroyed_process_group_are_not_taken_up(ranks: Pool) -> None:
-    assert ranks.run(_held_over, True, ranks=2) == [True, True]
-    assert ranks.run(_held_over, False, ranks=2) == [True, True]

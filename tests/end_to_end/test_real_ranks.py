@@ -64,7 +64,6 @@ def trained(pool: Pool, name: str, grid: Sizes) -> list[Trained]:
     return pool.run(train, name, grid, ranks=math.prod(grid), timeout=280)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(("name", "grid"), ALL + SOME, ids=str)
 def test_ranks_train_as_one_device(ranks: Pool, name: str, grid: Sizes) -> None:
     found = trained(ranks, name, grid)
@@ -74,7 +73,6 @@ def test_ranks_train_as_one_device(ranks: Pool, name: str, grid: Sizes) -> None:
         assert one.hash == found[0].hash
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("grid", GLOO_GRIDS, ids=str)
 def test_the_program_is_what_simulate_and_plan_show(ranks: Pool, grid: Sizes) -> None:
     make, (args, kwargs) = case("gpt")
@@ -87,7 +85,6 @@ def test_the_program_is_what_simulate_and_plan_show(ranks: Pool, grid: Sizes) ->
         assert autopar3d.plan(make().to("meta"), grid, args, kwargs, world_size=8).hash == found.hash
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("grid", GLOO_GRIDS, ids=str)
 def test_a_rank_holds_1_p_of_parameters_and_gradients(ranks: Pool, grid: Sizes) -> None:
     total = sum(p.numel() for p in MODELS["gpt"][0](torch.float64).parameters())
