@@ -22,26 +22,6 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--cases", metavar="FILE", help="run tests/test_cases.py on the cases of this file")
 
 
-# These start ranks, or other processes, of their own.
-WITH_PROCESSES = (
-    "test_launch",
-    "test_recipes",
-    "test_cli",
-    "test_package",
-    "test_docs",
-    "test_resume",
-    "test_calibration",
-)
-
-
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """With `-n 2`, all tests that start processes go to one worker: two pools would be too many for two cores."""
-    for item in items:
-        module = item.nodeid.partition("::")[0].rpartition("/")[2].removesuffix(".py")
-        if "ranks" in getattr(item, "fixturenames", ()) or module in WITH_PROCESSES:
-            item.add_marker(pytest.mark.xdist_group("processes"))
-
-
 class SteadyPool(Pool):
     """A pool that runs a call once more when a rank died inside gloo.
 

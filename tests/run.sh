@@ -8,5 +8,4 @@ ruff format --check .
 ruff check .
 mypy
 lint-imports
-# One process for all that starts ranks (see tests/conftest.py), one for the rest.
-exec python -m pytest -n 2 --dist loadgroup "$@"
+exec python -m pytest "$@"
