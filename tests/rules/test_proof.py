@@ -21,7 +21,7 @@ from .samples import samples
 
 SAMPLES = samples()
 GRIDS = (Grid(2, 2, 2), Grid(2, 3, 1))
-LIMIT, SLOW_LIMIT = 2, 60
+LIMIT, SLOW_LIMIT = 3, 60
 
 
 def _name(sample: Sample) -> str:
