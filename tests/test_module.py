@@ -290,7 +290,7 @@ def test_a_loss_function_goes_inside_the_graph() -> None:
     want.backward()
     same_gradients(par, ref)
     assert not hasattr(model, "targets") and model(rows()).shape == (8, 8)  # the model itself is as before
-    with pytest.raises(InputError, match=r"kwargs\['targets'\]\[0\] is missing"):
+    with pytest.raises(InputError, match="here with 0 targets"):
         par(rows())
     with pytest.raises(InputError, match="must be a tuple"):
         autopar3d.simulate(ref, GRID, rows(), {"targets": labels}, loss_fn=F.cross_entropy)
