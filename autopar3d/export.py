@@ -291,10 +291,10 @@ def _module(error: Exception, model: nn.Module) -> str:
 
 def _user_line(error: Exception) -> str:
     """` at file.py:12 (the line)`: the innermost frame of the model's own code, where there is one."""
-    torch_root = Path(torch.__file__).parent
+    others = {Path(torch.__file__).parent, Path(__file__).parent}
     frames = traceback.extract_tb(error.__traceback__)
     inside = [i for i, frame in enumerate(frames) if frame.filename == __file__]
     for frame in reversed(frames[inside[-1] + 1 :] if inside else []):
-        if not frame.filename.startswith("<") and torch_root not in Path(frame.filename).parents:
+        if not frame.filename.startswith("<") and not others & set(Path(frame.filename).parents):
             return f" at {Path(frame.filename).name}:{frame.lineno} (`{frame.line}`)"
     return ""
