@@ -95,7 +95,7 @@ def check(
         problems += _values(model, inputs, run=run, options=options)
     if made is None or problems:
         return Advice(tuple(problems), (), (), made if not problems else None)
-    hardware = resolve(options.get("hardware"), _device(model))
+    hardware = resolve(options.get("hardware"), compiler.device_of(model))
     return Advice((), tuple(_slow(made, hardware)), tuple(_notes(made)), made)
 
 
@@ -117,11 +117,6 @@ def _values(model: nn.Module, inputs: Mapping[str, Any], *, run: bool, options: 
     except AutoPar3DError as error:
         return [f"{type(error).__name__}: {error}"]
     return []
-
-
-def _device(model: nn.Module) -> torch.device:
-    device = next((p.device for p in model.parameters()), torch.device("cpu"))
-    return torch.device("cpu") if device.type == "meta" else device
 
 
 # -- slow ------------------------------------------------------------------------------------------------------------

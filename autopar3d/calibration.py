@@ -14,16 +14,15 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from .cost import collective_seconds
+from .cost import link_seconds
 from .errors import LaunchError
 from .grid import Grid, GridLike
 from .hardware import Hardware, Link
 from .redistribute import sent
 from .runtime import connect
+from .timing import KINDS
 
 c10d = torch.ops._c10d_functional
-
-KINDS = ("all_gather", "reduce_scatter", "all_reduce", "all_to_all")
 
 # Bytes that a rank sends in the collectives measured: one where latency is all, others where bandwidth is. What lies
 # between tells little of either: switches and limited links let some 100 kB through at once.
@@ -110,7 +109,7 @@ def fit(samples: Sequence[Sample]) -> Link:
 
 def predicted(link: Link, size: float) -> float:
     """Seconds of one collective alone on its link, as plans count them."""
-    return float(collective_seconds(1, size, link.latency, 1.0 / link.bandwidth))
+    return link_seconds(link, size)
 
 
 def collectives(grid: Grid, device: torch.device, sizes: Sequence[int], repeats: int) -> list[Sample]:

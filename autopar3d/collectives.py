@@ -12,6 +12,7 @@ factor in question (1 for a plain dim): a dim `(3, heads, 64)` gathered over its
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -40,6 +41,16 @@ def _(group: str, device: torch.device) -> Tensor:
     return torch.empty([1], dtype=torch.int64, device=device)
 
 
+def chunk(length: int, groups: Sequence[tuple[str, int]], device: torch.device) -> tuple[Tensor | int, int]:
+    """(first element, number of elements) of this rank's part of `length` cut over axes, outer first, given as (group
+    name, size)."""
+    number: Tensor | int = 0
+    for name, size in groups:
+        number = number * size + axis_index(name, device).reshape([])
+        length //= size
+    return number * length, length
+
+
 # -- plain (not differentiable) forms --------------------------------------------------------------------------------
 
 
@@ -47,14 +58,14 @@ def _wait(x: Tensor) -> Tensor:
     return c10d.wait_tensor(x)
 
 
-def _split(x: Tensor, dim: int, outer: int, size: int) -> Tensor:
+def split_dim(x: Tensor, dim: int, outer: int, size: int) -> Tensor:
     """[.., outer * n, ..] -> [.., outer, size, n / size, ..]"""
     n = x.shape[dim] // (outer * size)
     return x.reshape(*x.shape[:dim], outer, size, n, *x.shape[dim + 1 :])
 
 
-def _join(x: Tensor, dim: int) -> Tensor:
-    """Inverse of `_split`."""
+def join_dim(x: Tensor, dim: int) -> Tensor:
+    """Inverse of `split_dim`."""
     n = x.shape[dim] * x.shape[dim + 1] * x.shape[dim + 2]
     return x.reshape(*x.shape[:dim], n, *x.shape[dim + 3 :])
 
@@ -64,11 +75,11 @@ def _gather(x: Tensor, dim: int, outer: int, group: str, size: int) -> Tensor:
     if dim == 0 and outer == 1:
         return whole
     parts = whole.reshape(size, *x.shape[:dim], outer, x.shape[dim] // outer, *x.shape[dim + 1 :])
-    return _join(parts.movedim(0, dim + 1), dim)
+    return join_dim(parts.movedim(0, dim + 1), dim)
 
 
 def _reduce_scatter(x: Tensor, dim: int, outer: int, group: str, size: int) -> Tensor:
-    parts = _split(x, dim, outer, size).movedim(dim + 1, 0).contiguous()
+    parts = split_dim(x, dim, outer, size).movedim(dim + 1, 0).contiguous()
     if parts.dim() > 1:
         parts = parts.reshape(parts.shape[0] * parts.shape[1], *parts.shape[2:])
     mine = _wait(c10d.reduce_scatter_tensor(parts, "sum", size, group))
@@ -82,7 +93,7 @@ def _all_reduce(x: Tensor, group: str, op: str = "sum") -> Tensor:
 
 def _all_to_all(x: Tensor, cut: tuple[int, int], join: tuple[int, int], group: str, size: int) -> Tensor:
     """Shard over (dim, outer) `cut` what was sharded over `join`."""
-    parts = _split(x, cut[0], cut[1], size).movedim(cut[0] + 1, 0).contiguous()
+    parts = split_dim(x, cut[0], cut[1], size).movedim(cut[0] + 1, 0).contiguous()
     flat = parts.reshape(size * parts.shape[1], *parts.shape[2:])
     rows = [parts.shape[1]] * size
     got = _wait(c10d.all_to_all_single(flat, rows, rows, group)).reshape(parts.shape)
@@ -91,13 +102,13 @@ def _all_to_all(x: Tensor, cut: tuple[int, int], join: tuple[int, int], group: s
     dim, outer = join
     n = local.shape[dim + 1] // outer
     wide = local.reshape(size, *local.shape[1 : dim + 1], outer, n, *local.shape[dim + 2 :])
-    return _join(wide.movedim(0, dim + 1), dim)
+    return join_dim(wide.movedim(0, dim + 1), dim)
 
 
 def _slice(x: Tensor, dim: int, outer: int, group: str, size: int) -> Tensor:
     index = axis_index(group, x.device)
     return (
-        _split(x, dim, outer, size)
+        split_dim(x, dim, outer, size)
         .index_select(dim + 1, index)
         .reshape(*x.shape[:dim], x.shape[dim] // size, *x.shape[dim + 1 :])
     )
@@ -115,7 +126,7 @@ def _embed(x: Tensor, dim: int, outer: int, group: str, size: int) -> Tensor:
     shape = (*x.shape[:dim], outer, 1, x.shape[dim] // outer, *x.shape[dim + 1 :])
     wide = x.reshape(shape)
     mask = places.reshape([size if i == dim + 1 else 1 for i in range(wide.dim())])
-    return _join(torch.where(mask, wide, torch.zeros_like(wide)), dim)
+    return join_dim(torch.where(mask, wide, torch.zeros_like(wide)), dim)
 
 
 # -- differentiable forms: one class per row of the table ------------------------------------------------------------

@@ -192,8 +192,7 @@ def simulate(
         memory_budget,
     )
     compiler = Compiler(model, _given(grid, world_size), options, hardware, loss_fn, check=check, seed=seed, given=plan)
-    if plan is None and _chooses(grid, options):
-        compiler.choose(world_size if _is_auto(grid) else None, example_inputs, example_kwargs)
+    compiler.choose_alone(grid, world_size, example_inputs, example_kwargs)
     compiler.executor = LockstepExecutor(compiler.grid)
     return compiler.module(model, example_inputs, example_kwargs)
 
@@ -246,8 +245,7 @@ def plan(
         memory_budget,
     )
     compiler = Compiler(model, cube, options, hardware, loss_fn, check=check, seed=seed, given=plan)
-    if plan is None and _chooses(grid, options):
-        compiler.choose(world_size if _is_auto(grid) else None, example_inputs, example_kwargs)
+    compiler.choose_alone(grid, world_size, example_inputs, example_kwargs)
     args, kwargs = _call(example_inputs, example_kwargs)
     return compiler.step(args, kwargs, compiler.skeleton.modes(), {}, {}, compiler.given)[1]
 
@@ -290,7 +288,7 @@ class Compiler(Engine):
         if not isinstance(model, nn.Module):
             raise PlanError(f"model is a {type(model).__name__}; it must be an nn.Module")
         options.check()
-        self.device = _device(model)
+        self.device = device_of(model)
         self.grid, self.options = grid or Grid(1, 1, 1), options
         self.check, self.seed, self.loss_fn = check, seed, loss_fn
         self.chosen: Chosen | None = None  # from `choose` to the first step
@@ -319,6 +317,13 @@ class Compiler(Engine):
         self.chosen = choose(program, grids, self.hardware, options)
         self.grid = self.chosen.grid
         self.options = replace(self.options, regather=self.chosen.options.regather)
+
+    def choose_alone(
+        self, grid: GridLike, world_size: int | None, example_inputs: Any, example_kwargs: Mapping[str, Any] | None
+    ) -> None:
+        """`choose` in one process, where the call leaves something open; `grid` as the user passed it."""
+        if self.given is None and _chooses(grid, self.options):
+            self.choose(world_size if _is_auto(grid) else None, example_inputs, example_kwargs)
 
     def module(self, model: nn.Module, example_inputs: Any, example_kwargs: Mapping[str, Any] | None) -> ParallelModule:
         """The module; planned, with its tensors, when there are example inputs."""
@@ -587,7 +592,7 @@ def _call(example_inputs: Any, example_kwargs: Mapping[str, Any] | None) -> tupl
     return (() if example_inputs is None else tuple(args)), dict(example_kwargs or {})
 
 
-def _device(model: nn.Module) -> torch.device:
+def device_of(model: nn.Module) -> torch.device:
     """Where the model lives; a meta model will live where the process group's backend works."""
     tensor = next(iter(model.parameters()), None)
     if tensor is not None and not tensor.is_meta:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import difflib
 import fnmatch
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, NamedTuple
@@ -231,14 +232,7 @@ def _thin(layout: Layout, grid: Grid) -> Layout:
 
 
 def _true_shape(shape: ValueShape) -> tuple[int, ...]:
-    true = iter(shape.true or shape.atoms)
-    sizes = []
-    for dim in shape.dims:
-        n = 1
-        for _ in dim:
-            n *= next(true)
-        sizes.append(n)
-    return tuple(sizes)
+    return tuple(math.prod(dim) for dim in shape.true_dims)
 
 
 def _label(node: Node, program: Program) -> str:

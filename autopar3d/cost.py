@@ -14,6 +14,8 @@ from typing import Any
 
 import numpy as np
 
+from .hardware import Link
+
 
 def compute_seconds(flops: Any, moved: Any, per_flop: Any, per_byte: Any) -> Any:
     """A roofline: the longer of its floating point operations and of the bytes it moves to and from memory."""
@@ -23,6 +25,11 @@ def compute_seconds(flops: Any, moved: Any, per_flop: Any, per_byte: Any) -> Any
 def collective_seconds(calls: Any, sent: Any, alpha: Any, beta: Any) -> Any:
     """Collectives one after the other: `alpha` seconds a call, and `beta` seconds per byte that a rank sends."""
     return calls * alpha + sent * beta
+
+
+def link_seconds(link: Link, sent: float) -> float:
+    """One collective alone on its link."""
+    return float(collective_seconds(1, sent, link.latency, per_unit(link.bandwidth)))
 
 
 def larger(a: Any, b: Any) -> Any:

@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.export import default_decompositions
 from torch.fx import Graph, Node
 
+from autopar3d.private import OpOverload
 from autopar3d.rules import rule_for
 
 
@@ -34,7 +35,7 @@ def decompositions(graph: Graph) -> dict[Any, Callable[..., Any]]:
 def _composite() -> dict[Any, Callable[..., Any]]:
     """torch's composite ops on tensors, and what each is made of."""
     table = default_decompositions()
-    ops = [op for op in table if isinstance(op, torch._ops.OpOverload) and op._can_decompose()]
+    ops = [op for op in table if isinstance(op, OpOverload) and op._can_decompose()]
     tensors = [op for op in ops if all("Tensor" in str(r.type) for r in op._schema.returns)]
     return {op: table[op] for op in tensors if op.namespace == "aten"}
 

@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from torch import Tensor
 from torch.fx import Node
 
+from .cost import link_seconds
 from .factors import Factors, is_getitem, producer
 from .hardware import Link
 from .passes.rewrite import LocalProgram, Movement
@@ -121,7 +122,7 @@ class _Clock:
         """When a collective is through that can start when `ready`."""
         link = self.hardware.link(t.axis, self.decisions.grid)
         start = max(ready, self.free.get(link, 0.0))
-        self.free[link] = start + link.latency + t.elements * m.dtype.itemsize / link.bandwidth
+        self.free[link] = start + link_seconds(link, t.elements * m.dtype.itemsize)
         return self.free[link]
 
     def _hold(self, moves: Sequence[tuple[Movement, Transfer]]) -> None:

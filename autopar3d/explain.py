@@ -15,16 +15,15 @@ from typing import Any
 from torch.fx import Node
 
 from .account import account, numbers, symbols
-from .cost import Cost, collective_seconds, per_unit
+from .cost import Cost, link_seconds
 from .errors import PlanError
 from .explanation import Choice, Collected, Explanation
-from .factors import ValueShape, is_getitem
-from .grid import Grid
+from .factors import is_getitem
 from .passes.propagate import Search
 from .plan import Decisions
 from .program import module_path
 from .readings import drops
-from .redistribute import State, route, transfers
+from .redistribute import State, route, scatter_atom, transfers
 from .rules import operands
 from .solver import Solution
 from .step import Options, Step, choices
@@ -150,23 +149,23 @@ class _Explainer:
         again = drops(search.regather, value) and any(s in search.regathered for s in readers)
         now = source
         for step in route(source, target):
-            scatterable = _scatterable(shape, now, step.axis, self.grid)
+            scatterable = scatter_atom(shape.atoms, now, step.axis, self.grid) is not None
             for t in transfers(step, now, shape.elements, self.grid, scatterable=scatterable):
                 if t.phase == "forward" or (grad and (t.phase == "backward" or again)):
                     size = t.elements * shape.dtype.itemsize
-                    link = self.hardware.link(t.axis, self.grid)
-                    seconds = collective_seconds(1, size, link.latency, per_unit(link.bandwidth))
+                    seconds = link_seconds(self.hardware.link(t.axis, self.grid), size)
                     yield Collected(value.name, t.kind, t.axis, t.phase, size, seconds, shared)
             now = step.after
 
     def _changes(self, solution: Solution, base: Solution) -> tuple[tuple[tuple[str, str, str], ...], int]:
         search = self.search
         shown, others = [], 0
-        for vertex, state in solution.choice.items():
+        choice: Mapping[Any, int] = solution.choice
+        for vertex, state in choice.items():
             before = base.choice[vertex]
             if state == before or vertex == self.vertex:
                 continue
-            kind, what = _parts(vertex)
+            kind, what = vertex
             options = search.options[vertex]
             if kind == "storage":
                 shape = search.factors.values[what]
@@ -178,13 +177,3 @@ class _Explainer:
             else:
                 others += 1
         return tuple(c for c in shown if c[1] != c[2]), others
-
-
-def _scatterable(shape: ValueShape, state: State, axis: str, grid: Grid) -> bool:
-    """Whether some atom can be cut by one more axis, so that a sum takes the way over a shard (see `rewrite`)."""
-    return any(n % grid.extent((*held, axis)) == 0 for n, held in zip(shape.atoms, state.atoms, strict=True))
-
-
-def _parts(vertex: Any) -> tuple[str, Any]:
-    kind, what = vertex
-    return kind, what

@@ -48,6 +48,12 @@ class ValueShape:
         return self.elements * self.dtype.itemsize
 
     @property
+    def true_dims(self) -> tuple[tuple[int, ...], ...]:
+        """`dims` without pads."""
+        true = iter(self.true or self.atoms)
+        return tuple(tuple(next(true) for _ in dim) for dim in self.dims)
+
+    @property
     def pads(self) -> tuple[int, ...]:
         """Numbers of the atoms that are padded."""
         return tuple(i for i, (n, t) in enumerate(zip(self.atoms, self.true, strict=False)) if n != t)
@@ -71,16 +77,13 @@ class ValueShape:
     def layout(self, state: State, grid: Grid) -> Layout:
         """The layout that a placement of the atoms means."""
         axes = iter(state.atoms)
-        true = iter(self.true or self.atoms)
-        dims = [[Factor(next(true), next(axes)) for _ in dim] for dim in self.dims]
+        dims = [[Factor(n, next(axes)) for n in dim] for dim in self.true_dims]
         return Layout.from_factors(dims, grid, state.partial)
 
     def state(self, layout: Layout, grid: Grid) -> State | None:
         """The placement of the atoms that a layout means, or None when the atoms are too coarse for it."""
         atoms: list[tuple[str, ...]] = []
-        true = iter(self.true or self.atoms)
-        dims = [tuple(next(true) for _ in dim) for dim in self.dims]
-        for sizes, dim in zip(dims, layout.dims, strict=True):
+        for sizes, dim in zip(self.true_dims, layout.dims, strict=True):
             found = _spread(sizes, dim, grid)
             if found is None:
                 return None

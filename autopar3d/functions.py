@@ -25,7 +25,7 @@ from torch.fx.node import map_arg
 
 from .errors import TraceError
 from .precision import Autocast, ambient, autocast
-from .private import FakeTensorMode, TreeSpec, tree_flatten, tree_leaves, tree_unflatten
+from .private import FakeTensorMode, OpOverload, TreeSpec, tree_flatten, tree_leaves, tree_unflatten
 
 _NAMESPACE = "autopar3d_traced"
 _numbers = itertools.count()  # an op's name is never used twice in a process: torch may remember an op by it
@@ -263,7 +263,7 @@ def is_elementwise(call: FunctionCall, tensors: Sequence[Tensor], pointwise: Cal
         return False  # it insists on a shape, say; run whole it may do so
     results, nodes = first
     for target, _ in nodes:
-        if isinstance(target, torch._ops.OpOverload) and torch.Tag.nondeterministic_seeded in target.tags:
+        if isinstance(target, OpOverload) and torch.Tag.nondeterministic_seeded in target.tags:
             raise TraceError(
                 f"the custom torch.autograd.Function {call} draws random numbers ({target}), which would differ "
                 "between ranks; draw them in the module's forward, and pass them as an argument"

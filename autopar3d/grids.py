@@ -10,7 +10,6 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 
 from . import padding
 from .errors import GridError, PlanError
@@ -157,14 +156,10 @@ def _too_large(best: _Built, budget: int) -> str:
 def _tried(
     program: Program, grid: Grid, same: tuple[str, ...], hardware: Hardware, options: Options, factors: Factors
 ) -> _Trial:
-    found, decisions = padding.best(factors, grid, partial(_decide, program, grid, hardware, options))
+    found, decisions = padding.best(factors, grid, lambda trial: decide(program, trial, grid, hardware, options))
     local = rewrite(program, found, decisions, regather=options.regather)
     guess = estimate(program, found, decisions, local, regather=options.regather)
     return _Trial(grid, options, found, decisions, guess, same)
-
-
-def _decide(program: Program, grid: Grid, hardware: Hardware, options: Options, factors: Factors) -> Decisions:
-    return decide(program, factors, grid, hardware, options)
 
 
 def distinct(world_size: int, hardware: Hardware) -> Iterator[tuple[Grid, tuple[str, ...]]]:

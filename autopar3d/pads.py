@@ -21,45 +21,29 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from .collectives import axis_index
-
-
-def _opened(x: Tensor, dim: int, outer: int, length: int) -> Tensor:
-    """[.., outer * length * inner, ..] -> [.., outer, length, inner, ..]"""
-    if not length:
-        return x.reshape(*x.shape[:dim], outer, 0, 1, *x.shape[dim + 1 :])
-    return x.reshape(*x.shape[:dim], outer, length, x.shape[dim] // (outer * length), *x.shape[dim + 1 :])
-
-
-def _closed(x: Tensor, dim: int) -> Tensor:
-    n = x.shape[dim] * x.shape[dim + 1] * x.shape[dim + 2]
-    return x.reshape(*x.shape[:dim], n, *x.shape[dim + 3 :])
+from .collectives import chunk, join_dim, split_dim
 
 
 def add_pads(x: Tensor, dim: int, outer: int, length: int, padded: int) -> Tensor:
     """Lengthen a whole factor from `length` to `padded` by repeating its last element."""
-    wide = _opened(x, dim, outer, length)
+    wide = split_dim(x, dim, outer, length)
     last = wide.narrow(dim + 1, length - 1, 1).detach()
     shape = [*wide.shape]
     shape[dim + 1] = padded - length
-    return _closed(torch.cat([wide, last.expand(shape)], dim + 1), dim)
+    return join_dim(torch.cat([wide, last.expand(shape)], dim + 1), dim)
 
 
 def trim_pads(x: Tensor, dim: int, outer: int, length: int, padded: int) -> Tensor:
     """Shorten a whole factor from `padded` to `length`."""
-    return _closed(_opened(x, dim, outer, padded).narrow(dim + 1, 0, length), dim)
+    return join_dim(split_dim(x, dim, outer, padded).narrow(dim + 1, 0, length), dim)
 
 
 def fill_pads(
     x: Tensor, dim: int, outer: int, length: int, padded: int, value: float, groups: Sequence[tuple[str, int]]
 ) -> Tensor:
     """Write `value` into the pads of a factor that is sharded over `groups` (group name, size), outer axis first."""
-    local = padded
-    chunk: Tensor | int = 0
-    for name, size in groups:
-        chunk = chunk * size + axis_index(name, x.device)
-        local //= size
-    wide = _opened(x, dim, outer, local)
-    true = torch.arange(local, device=x.device) + chunk * local < length
+    start, local = chunk(padded, groups, x.device)
+    wide = split_dim(x, dim, outer, local)
+    true = torch.arange(local, device=x.device) + start < length
     shape = [local if i == dim + 1 else 1 for i in range(wide.dim())]
-    return _closed(torch.where(true.reshape(shape), wide, torch.full_like(wide, value)), dim)
+    return join_dim(torch.where(true.reshape(shape), wide, torch.full_like(wide, value)), dim)

@@ -8,10 +8,15 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+import torch
+
 # A graph names its groups, the same on every rank; the names that a DeviceMesh gives differ by rank.
 from torch._C._distributed_c10d import _register_process_group as register_process_group
 from torch._C._distributed_c10d import _resolve_process_group as resolve_process_group
 from torch._C._distributed_c10d import _unregister_process_group as unregister_process_group
+
+# What stands in a graph for an op; torch names it publicly only by instances.
+from torch._ops import HigherOrderOperator, OpOverload
 
 # Tensors without values that remember a device: what export leaves in `meta["val"]`, and what graphs are traced on.
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
@@ -29,6 +34,8 @@ from torch.utils import _pytree as pytree
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    from torch import Tensor
+
 TreeSpec = pytree.TreeSpec
 keystr = pytree.keystr
 tree_flatten_with_path = pytree.tree_flatten_with_path
@@ -36,6 +43,11 @@ tree_flatten = pytree.tree_flatten
 tree_leaves = pytree.tree_leaves
 tree_map_only = pytree.tree_map_only
 tree_unflatten = pytree.tree_unflatten
+
+
+def assert_async(condition: Tensor, message: str) -> None:
+    """torch's own check of values on a device, which does not make the host wait for them."""
+    torch._assert_async(condition, message)
 
 
 def forget_meshes() -> None:
@@ -65,7 +77,10 @@ __all__ = [
     "FakeTensor",
     "FakeTensorMode",
     "GroupName",
+    "HigherOrderOperator",
+    "OpOverload",
     "TreeSpec",
+    "assert_async",
     "forget_meshes",
     "get_default_store",
     "inductor",

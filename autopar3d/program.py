@@ -17,7 +17,7 @@ from typing import Any, Literal
 import torch
 from torch.fx import GraphModule, Node
 
-from autopar3d.private import TreeSpec
+from autopar3d.private import OpOverload, TreeSpec
 
 
 @dataclass(frozen=True)
@@ -125,7 +125,7 @@ def text(graph_module: GraphModule) -> str:
 
 
 def _target_name(target: Any) -> str:
-    if isinstance(target, torch._ops.OpOverload):
+    if isinstance(target, OpOverload):
         return str(target).removesuffix(".default")
     return str(getattr(target, "__name__", target))
 

@@ -191,7 +191,7 @@ def chrome_trace(recordings: Iterable[Recording]) -> dict[str, Any]:
 
 
 # Of Okabe and Ito, which people with any kind of colour blindness can tell apart.
-_COLOURS = {
+COLOURS = {
     "matmul": "#0072B2",
     "other": "#56B4E9",
     "wait": "#F0E442",
@@ -226,7 +226,7 @@ def plot(recordings: Sequence[Recording], path: str | Path, title: str = "") -> 
                     kind = "wait" if span.row == "wait" else span.kind
                     kinds.setdefault(kind, []).append((span.start * 1e3, span.seconds * 1e3))
             for kind, bars in kinds.items():
-                colour = _COLOURS[kind]
+                colour = COLOURS[kind]
                 # Edges of their own colour, so that short ones are seen.
                 rows.broken_barh(bars, (at - 0.4, 0.8), facecolors=colour, edgecolor=colour, linewidth=0.8)
             found |= kinds.keys()
@@ -247,8 +247,8 @@ def plot(recordings: Sequence[Recording], path: str | Path, title: str = "") -> 
         below.set_ylim(bottom=0)
     parts[-1][0].set_xlabel("ms")
     labels = {"matmul": "matmul, attention", "other": "other compute", "wait": "compute waits"}
-    shown = [k for k in _COLOURS if k in found]
-    handles = [Patch(facecolor=_COLOURS[k], label=labels.get(k, k)) for k in shown]
+    shown = [k for k in COLOURS if k in found]
+    handles = [Patch(facecolor=COLOURS[k], label=labels.get(k, k)) for k in shown]
     figure.legend(handles=handles, loc="lower center", ncols=max(1, len(handles)), frameon=False)
     figure.tight_layout(rect=(0, 0.6 / figure.get_figheight(), 1, 1))
     figure.savefig(path, dpi=120)
@@ -265,10 +265,10 @@ def plot_memory(recording: Recording, path: str | Path, title: str = "") -> None
     figure, axes = pyplot.subplots(figsize=(10, 4))
     times = [t * 1e3 for t, _ in recording.memory] or [0.0]
     held = [n / 1e6 for _, n in recording.memory] or [0.0]
-    axes.step(times, held, where="post", color=_COLOURS["matmul"], linewidth=1.5)
-    axes.fill_between(times, held, step="post", color=_COLOURS["other"], alpha=0.35)
+    axes.step(times, held, where="post", color=COLOURS["matmul"], linewidth=1.5)
+    axes.fill_between(times, held, step="post", color=COLOURS["other"], alpha=0.35)
     top = max(range(len(held)), key=lambda i: held[i])
-    axes.plot(times[top], held[top], "o", color=_COLOURS["all_to_all"])
+    axes.plot(times[top], held[top], "o", color=COLOURS["all_to_all"])
     beside = ("right", -8) if times[top] > times[-1] / 2 else ("left", 8)
     axes.annotate(
         f"peak {held[top]:.3g} MB",

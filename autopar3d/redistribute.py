@@ -158,6 +158,14 @@ class Sizes(Protocol):
     def extent(self, axes: Sequence[str]) -> Any: ...
 
 
+def scatter_atom(atoms: Sequence[int], state: State, axis: str, grid: Sizes) -> int | None:
+    """The atom that a P -> V regroup scatters over: the first that one more axis divides."""
+    for i, (n, held) in enumerate(zip(atoms, state.atoms, strict=True)):
+        if n % grid.extent((*held, axis)) == 0:
+            return i
+    return None
+
+
 def transfers(step: Step, before: State, elements: Any, grid: Sizes, *, scatterable: bool = True) -> list[Transfer]:
     """The collectives of one step on a value of `elements` global elements, by ring convention.
 

@@ -8,7 +8,7 @@ import torch
 from torch.fx import Graph, Node
 from torch.fx.node import map_arg
 
-from autopar3d.private import FakeTensorMode, tree_leaves
+from autopar3d.private import FakeTensorMode, OpOverload, tree_leaves
 
 from .rules import argument, operands
 
@@ -100,7 +100,7 @@ def use_stand_ins(graph: Graph) -> None:
 def is_view(node: Node) -> bool:
     """Whether the result of the op shares its first operand's memory (so that saving one is saving the other)."""
     tensors = operands(node)
-    if not tensors or not isinstance(node.target, torch._ops.OpOverload):
+    if not tensors or not isinstance(node.target, OpOverload):
         return False
     first = tensors[0].meta["val"]
     leaves = [t for t in tree_leaves(node.meta["val"]) if isinstance(t, torch.Tensor)]

@@ -21,7 +21,7 @@ from .passes.rewrite import LocalProgram, rewrite
 from .passes.widen import widen
 from .plan import Decisions, Plan
 from .precision import MixedPrecision
-from .program import Program, Result
+from .program import Program
 from .progress import stage
 from .readings import gradients, readings
 from .redistribute import State
@@ -219,12 +219,13 @@ def _with_places(program: Program, grid: Grid, pinned: Mapping[str, Layout]) -> 
 def output_modes(program: Program, options: Options) -> list[str]:
     """Per result: "global", "sharded", "buffer", or "dropped" for an output that "loss" leaves out."""
     losses = _losses(program)
+    nodes = {n.name: n for n in program.graph.graph.nodes}
     modes = []
     for i, result in enumerate(program.results):
         wish = options.outputs if isinstance(options.outputs, str) else options.outputs.get(result.name, "auto")
         if result.kind == "buffer":
             modes.append("buffer")
-        elif i in losses or _is_scalar(program, result):
+        elif i in losses or (result.node is not None and nodes[result.node].meta["val"].dim() == 0):
             modes.append("global")
         elif wish == "auto":
             modes.append("sharded" if losses else "global")
@@ -240,11 +241,6 @@ def output_modes(program: Program, options: Options) -> list[str]:
             names = ", ".join(repr(r.name) for r in program.results if r.kind == "output")
             raise PlanError(f"outputs= names {sorted(unknown)}; the model's outputs are {names}")
     return modes
-
-
-def _is_scalar(program: Program, result: Result) -> bool:
-    node = next((n for n in program.graph.graph.nodes if n.name == result.node), None)
-    return node is not None and node.meta["val"].dim() == 0
 
 
 def _losses(program: Program) -> list[int]:

@@ -15,7 +15,7 @@ from torch.fx import Node
 from torch.fx.node import map_arg
 from torch.utils.flop_counter import flop_registry
 
-from .cost import collective_seconds, compute_seconds, per_unit
+from .cost import compute_seconds, link_seconds, per_unit
 from .grid import Grid
 from .hardware import Hardware, Link
 from .redistribute import sent
@@ -54,7 +54,7 @@ _RESHUFFLES = {aten.clone, aten.reshape, aten.contiguous}
 # The same, when nothing but inputs of the graph lies before them (weights cast before they are gathered).
 _PREPARATIONS = {aten._to_copy}
 
-_KINDS = ("all_gather", "reduce_scatter", "all_reduce", "all_to_all")
+KINDS = ("all_gather", "reduce_scatter", "all_reduce", "all_to_all")
 
 
 def is_start(node: Node) -> bool:
@@ -117,7 +117,7 @@ def link_of(node: Node, hardware: Hardware, grid: Grid) -> Link:
 def kind_of(node: Node) -> str:
     """The kind of a collective's start: all_gather, reduce_scatter, all_reduce or all_to_all."""
     name = _packet(node).__name__
-    return next((k for k in _KINDS if name.startswith(k)), "all_gather")
+    return next((k for k in KINDS if name.startswith(k)), "all_gather")
 
 
 def sent_bytes(node: Node, grid: Grid) -> float:
@@ -152,8 +152,7 @@ def seconds(node: Node, hardware: Hardware, grid: Grid) -> float:
     if node.op != "call_function" or is_view(node):
         return 0.0
     if is_start(node):
-        link = link_of(node, hardware, grid)
-        return float(collective_seconds(1, sent_bytes(node, grid), link.latency, per_unit(link.bandwidth)))
+        return link_seconds(link_of(node, hardware, grid), sent_bytes(node, grid))
     outputs = _values(node)
     if not outputs:
         return 0.0

@@ -25,6 +25,10 @@ KINDS = ("loss", "output", "gradient", "buffer", "parameter")
 
 _TOLERANCES = {torch.float64: 1e-10, torch.float32: 1e-5}
 _COARSE = 2e-2  # bfloat16 and float16
+# AdamW divides a gradient by its own size: at torch's 1e-8 an element whose gradient is only rounding (some 1e-7 of a
+# clipped one, in float32) moves by a whole lr in either direction, on any two devices.
+_EPSILONS = {torch.float64: 1e-8}
+_COARSE_EPSILON = 1e-4
 
 
 @dataclass(frozen=True)
@@ -111,7 +115,7 @@ def assert_trains_like_one_device(
 ) -> Comparison:
     """Train a model on a grid and on one device, and raise AssertionError where they differ.
 
-    Both take `steps` steps of AdamW with gradients clipped at norm 1. Compared are the loss of every step, the
+    Both take `steps` steps of AdamW (eps 1e-8 for a float64 model, else 1e-4) with gradients clipped at norm 1. Compared are the loss of every step, the
     outputs and every gradient (before clipping) of the first, and buffers and parameters after the last. A tensor t
     equals its reference r when `max|t - r| <= tol * max(max|r|, s)`, with s the largest gradient of the model for
     gradients, and 1 for the rest.
@@ -176,8 +180,7 @@ def trains_like_one_device(
     there = _train(par, par, args, kwargs, steps, lr)
     here = _train(alone, _with_loss(alone, loss_fn), args, kwargs, steps, lr)
     if tol is None:
-        dtype = next((p.dtype for p in alone.parameters() if p.is_floating_point()), torch.float32)
-        tol = _TOLERANCES.get(dtype, _COARSE)
+        tol = _TOLERANCES.get(_dtype(alone), _COARSE)
     return Comparison(Grid.of(grid), tol, tuple(_differences(there, here, _layouts(par))), par)
 
 
@@ -188,6 +191,10 @@ def _check_seeded(one: nn.Module, other: nn.Module) -> None:
                 f"make_model() gave two models that differ in {name}; seed it, as in "
                 "lambda: (torch.manual_seed(0), Model())[1]"
             )
+
+
+def _dtype(model: nn.Module) -> torch.dtype:
+    return next((p.dtype for p in model.parameters() if p.is_floating_point()), torch.float32)
 
 
 def _with_loss(model: nn.Module, loss_fn: Callable[..., Tensor] | None) -> Callable[..., Any]:
@@ -207,7 +214,7 @@ Tensors = dict[tuple[str, str], "Tensor | None"]  # by (kind, name)
 
 def _train(model: nn.Module, call: Callable[..., Any], args: Any, kwargs: Any, steps: int, lr: float) -> Tensors:
     """All that is compared, as full tensors."""
-    optimizer = torch.optim.AdamW(model.parameters(), lr=lr)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=lr, eps=_EPSILONS.get(_dtype(model), _COARSE_EPSILON))
     # Own leaves: two runs must not add to one .grad.
     args, kwargs = tree_map_only(Tensor, lambda t: t.detach().requires_grad_(t.requires_grad), (args, kwargs))
     given = [t for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor) and t.requires_grad]

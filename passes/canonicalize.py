@@ -24,6 +24,7 @@ from torch.fx.node import map_arg
 
 from autopar3d.private import FakeTensor, tree_leaves
 from autopar3d.program import Program
+from autopar3d.rules.complex import LAZY
 
 aten = torch.ops.aten
 
@@ -59,10 +60,6 @@ _IDENTITY_IF_UNCHANGED = _RESHAPES | {
     aten.expand.default,
     aten.slice.Tensor,
 }
-
-
-# Views that some ops refuse until they are resolved, which leaves no trace in a graph.
-_RESOLVED: dict[Any, Any] = {aten._conj.default: aten._conj_physical.default, aten._neg_view.default: aten.neg.default}
 
 
 class _Builder:
@@ -163,7 +160,7 @@ class _Builder:
         return matmul if bias is None else self._call(aten.add.Tensor, (matmul, bias), product)
 
     def _same(self, node: Node) -> Node:
-        target = _RESOLVED.get(node.target, node.target)
+        target = LAZY.get(node.target, node.target)
         return self._call(target, self._map(node.args), node, self._map(node.kwargs), node.name)
 
     def _call(

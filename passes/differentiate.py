@@ -22,7 +22,8 @@ from torch.fx.experimental.proxy_tensor import get_proxy_mode, make_fx
 
 from autopar3d.collectives import gather
 from autopar3d.errors import TraceError
-from autopar3d.private import FakeTensor, FakeTensorMode
+from autopar3d.private import FakeTensor, FakeTensorMode, OpOverload
+from autopar3d.rules.complex import LAZY
 from autopar3d.saved import use_stand_ins
 
 from .rewrite import LocalProgram
@@ -323,7 +324,7 @@ def _write_out_constants(traced: GraphModule) -> None:
 
 
 def _changes_in_place(node: Node) -> bool:
-    return isinstance(node.target, torch._ops.OpOverload) and node.target._schema.is_mutable
+    return isinstance(node.target, OpOverload) and node.target._schema.is_mutable
 
 
 def _placeholder(graph: Graph, name: str, like: Node) -> Node:
@@ -365,17 +366,13 @@ def _is_free(node: Node) -> bool:
     return node.target in _VIEWS or node.target is torch.ops.autopar3d.axis_index.default
 
 
-_RESOLVED: dict[Any, Any] = {aten._conj.default: aten._conj_physical.default, aten._neg_view.default: aten.neg.default}
-
-
 def _finish(graph: Graph) -> GraphModule:
     """Tidy a traced graph: strides may differ at run time from those traced, and one `axis_index` a group is enough."""
     seen: dict[Any, Node] = {}
     for node in list(graph.nodes):
         if node.target in (aten.view.default, aten._unsafe_view.default):
             node.target = aten.reshape.default
-        # Lazy forms, which some ops refuse; the trace resolved them where torch would, and shows no sign of it.
-        node.target = _RESOLVED.get(node.target, node.target)
+        node.target = LAZY.get(node.target, node.target)
         if node.target is torch.ops.autopar3d.axis_index.default:
             first = seen.setdefault(node.args, node)
             if first is not node:

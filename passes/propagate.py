@@ -27,7 +27,7 @@ from torch.fx import Node
 from torch.fx.node import map_arg
 
 from autopar3d.constraints import Pins, Wish, kept_states, kept_strategies, result_of
-from autopar3d.cost import collective_seconds, compute_seconds, per_unit
+from autopar3d.cost import compute_seconds, link_seconds, per_unit
 from autopar3d.errors import PlanError
 from autopar3d.factors import Factors, ValueShape, is_getitem, producer
 from autopar3d.grid import Grid
@@ -51,32 +51,6 @@ _SMALL = 1024
 # Weight of memory against the time in which it could be moved: decides between plans of equal time, and hardly ever
 # between others.
 _TIE = 1e-10
-
-
-def propagate(
-    program: Program,
-    grid: Grid,
-    hardware: Hardware,
-    *,
-    factors: Factors,
-    scheme: str = "auto",
-    regather: str = "all",
-    result_states: Callable[[int, ValueShape], list[State]],
-    pinned: Mapping[str, State] | None = None,
-    pins: Pins | None = None,
-) -> Decisions:
-    """Choose a strategy for every node; see `search`."""
-    return search(
-        program,
-        grid,
-        hardware,
-        factors=factors,
-        scheme=scheme,
-        regather=regather,
-        result_states=result_states,
-        pinned=pinned,
-        pins=pins,
-    ).run()
 
 
 def search(
@@ -462,7 +436,7 @@ class Search:
                 link = hardware.link(e.axis, grid)
                 if e.phase == "forward" or operands(node)[0] in self.grads:
                     moved_bytes = sent(e.kind, grid.axis_size(e.axis), e.elements) * (e.dtype or dtype).itemsize
-                    inside += collective_seconds(1, moved_bytes, link.latency, per_unit(link.bandwidth))
+                    inside += link_seconds(link, moved_bytes)
         return seconds, inside, moved
 
     # -- after solving ------------------------------------------------------------------------------

@@ -22,7 +22,7 @@ from torch.fx import Graph, GraphModule, Node
 from torch.fx.node import map_arg
 
 from autopar3d.errors import TraceError
-from autopar3d.private import FakeTensor, tree_leaves
+from autopar3d.private import FakeTensor, OpOverload, tree_leaves
 from autopar3d.program import Argument, Program, module_path, source_line
 from autopar3d.rules.core import argument
 
@@ -54,7 +54,7 @@ _UNTAGGED = {
 def is_random(node: Node) -> bool:
     """Whether the op draws random numbers with the arguments it has."""
     target = node.target
-    if not isinstance(target, torch._ops.OpOverload):
+    if not isinstance(target, OpOverload):
         return False
     if torch.Tag.nondeterministic_seeded not in target.tags and target not in _UNTAGGED:
         return False

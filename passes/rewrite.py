@@ -24,7 +24,7 @@ from autopar3d.pads import add_pads, fill_pads, trim_pads
 from autopar3d.plan import Decisions
 from autopar3d.program import Program, module_path
 from autopar3d.readings import Slot, drops, gradients, readings, regathered
-from autopar3d.redistribute import State, Step, Transfer, route, sent, transfers
+from autopar3d.redistribute import State, Step, Transfer, route, scatter_atom, sent, transfers
 from autopar3d.rules import Dims, Exchange, LocalOp, OpSpec, operands, results
 from autopar3d.strategies import Strategy, given, needed
 
@@ -162,13 +162,14 @@ class _Rewriter:
         """An operand with what its op wants in the pads."""
         value = operands(node)[number]
         for i, f in enumerate(spec.atoms(spec.inputs[number])):
-            for operand, fill in spec.fills.get(f, ()) if f in spec.true else ():
-                if operand == number:
-                    shape = self.factors.values[value]
-                    groups = [(self.grid.alias(a), self.grid.axis_size(a)) for a in state.atoms[i]]
-                    where = (*self._where(shape, state, i), shape.true[i], shape.atoms[i])
-                    local = self.graph.call_function(fill_pads, (local, *where, fill, groups), name=f"{node.name}_fill")
-                    local.meta = self._meta(node)
+            fill = dict(spec.fills.get(f, ())).get(number)
+            if fill is None or f not in spec.true:
+                continue
+            shape = self.factors.values[value]
+            groups = [(self.grid.alias(a), self.grid.axis_size(a)) for a in state.atoms[i]]
+            where = (*self._where(shape, state, i), shape.true[i], shape.atoms[i])
+            local = self.graph.call_function(fill_pads, (local, *where, fill, groups), name=f"{node.name}_fill")
+            local.meta = self._meta(node)
         return local
 
     def _op(self, node: Node) -> None:
@@ -250,7 +251,7 @@ class _Rewriter:
         group, size = self.grid.alias(step.axis), self.grid.axis_size(step.axis)
         function: Callable[..., Any]
         args: tuple[Any, ...]
-        atom = self._scatterable(shape, before, step) if step.kind == "regroup" else None
+        atom = scatter_atom(shape.atoms, before, step.axis, self.grid) if step.kind == "regroup" else None
         if step.kind == "gather":
             function, args = (
                 gather,
@@ -315,13 +316,6 @@ class _Rewriter:
             outer *= shape.atoms[i] // self.grid.extent(state.atoms[i])
         # Axes that the atom already has cut its local length, not what lies outside it.
         return dim, outer
-
-    def _scatterable(self, shape: ValueShape, state: State, step: Step) -> int | None:
-        """The atom that a P -> V regroup scatters over: the first that divides."""
-        for i, n in enumerate(shape.atoms):
-            if n % (self.grid.extent(state.atoms[i]) * self.grid.axis_size(step.axis)) == 0:
-                return i
-        return None
 
     def _results(self) -> tuple[list[Node], list[Layout]]:
         by_name = {n.name: n for n in self.source.nodes}

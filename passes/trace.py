@@ -27,7 +27,7 @@ from torch.fx import Graph, GraphModule, Node
 
 from autopar3d.errors import TraceError
 from autopar3d.export import TENSOR, Recording, export, own_name
-from autopar3d.private import TreeSpec, keystr, tree_flatten_with_path, tree_leaves, tree_unflatten
+from autopar3d.private import HigherOrderOperator, TreeSpec, keystr, tree_flatten_with_path, tree_leaves, tree_unflatten
 from autopar3d.program import Argument, Program, Result, source_line
 from autopar3d.pytrees import flatten_input, register_caches
 
@@ -187,7 +187,7 @@ class _Assembly:
         return node
 
     def _copy(self, node: Node) -> None:
-        if node.op != "call_function" or isinstance(node.target, torch._ops.HigherOrderOperator):
+        if node.op != "call_function" or isinstance(node.target, HigherOrderOperator):
             raise TraceError(
                 f"{self._site(node)} uses {node.target}, a construct with a graph of its own, which is not "
                 "supported; write it with tensor ops, as torch.where"

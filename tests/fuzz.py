@@ -89,7 +89,7 @@ def _norm(m: Random, at: int, x: Tensor, _: Tensor, i: int, j: int) -> Tensor | 
 
 
 def _scale(m: Random, at: int, x: Tensor, _: Tensor, i: int, j: int) -> Tensor | None:
-    return x * m.weight(at, x.shape[i % x.dim()]).movedim(0, -1).reshape(_along(x, i)) if x.dim() else None
+    return x * m.weight(at, x.shape[i % x.dim()]).reshape(_along(x, i)) if x.dim() else None
 
 
 def _along(x: Tensor, i: int) -> list[int]:

@@ -292,7 +292,7 @@ def test_a_loss_function_goes_inside_the_graph() -> None:
     assert not hasattr(model, "targets") and model(rows()).shape == (8, 8)  # the model itself is as before
     with pytest.raises(InputError, match="here with 0 targets"):
         par(rows())
-    with pytest.raises(InputError, match="must be a tuple"):
+    with pytest.raises(InputError, match="pass a tuple, as in targets="):
         autopar3d.simulate(ref, GRID, rows(), {"targets": labels}, loss_fn=F.cross_entropy)
 
 

@@ -17,10 +17,10 @@ import torch.distributed as dist
 import autopar3d
 from autopar3d.errors import AutoPar3DError, GridError
 from autopar3d.grid import Grid
+from autopar3d.timing import KINDS
 
 _NEEDED = ("torch", "numpy", "sympy", "tabulate", "cloudpickle")
 _OPTIONAL = {"transformers": "hf", "matplotlib": "plot", "hypothesis": "test"}
-_KINDS = ("all_gather", "reduce_scatter", "all_reduce", "all_to_all")
 _ELEMENTS = 1 << 16  # a rank, for each collective
 
 
@@ -111,7 +111,7 @@ def _ranks(grid: tuple[int, int, int], problems: list[str]) -> dict[str, str]:
         return {"ranks": "failed"}
     lines = {}
     for axis in Grid.of(grid).axes:
-        for kind in _KINDS:
+        for kind in KINDS:
             seconds = max(result[axis, kind][0] for result in results)
             wrong = [rank for rank, result in enumerate(results) if not result[axis, kind][1]]
             lines[f"{axis} {kind}"] = f"{1e3 * seconds:.2f} ms, {'WRONG' if wrong else 'right'}"

@@ -5,8 +5,9 @@ from __future__ import annotations
 import argparse
 import copy
 import json
+from collections.abc import Callable
 from dataclasses import replace
-from typing import Any
+from typing import Any, TypeVar
 
 from torch import Tensor, nn
 
@@ -18,19 +19,12 @@ from .source import Made, load
 _DROPOUT = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout, nn.FeatureAlphaDropout)
 _SHOWN = 10
 
+T = TypeVar("T")
+
 
 def plan(options: argparse.Namespace) -> int:
     """Print the plan, or write it."""
-    made = load(options.source)()
-    found = autopar3d.plan(
-        made.model,
-        options.grid,
-        made.args,
-        made.kwargs,
-        loss_fn=made.loss_fn,
-        world_size=options.world_size,
-        **_shared(options),
-    )
+    found = _asked(autopar3d.plan, options)
     if options.save:
         found.save(options.save)
     if options.html:
@@ -41,16 +35,7 @@ def plan(options: argparse.Namespace) -> int:
 
 def check(options: argparse.Namespace) -> int:
     """Print what would go wrong or be slow; 1 when something would go wrong."""
-    made = load(options.source)()
-    found = autopar3d.check(
-        made.model,
-        options.grid,
-        made.args,
-        made.kwargs,
-        loss_fn=made.loss_fn,
-        world_size=options.world_size,
-        **_shared(options),
-    )
+    found = _asked(autopar3d.check, options)
     print(found)
     return 0 if found.ok else 1
 
@@ -106,6 +91,14 @@ def _double(made: Made) -> Made:
         Tensor, lambda t: t.double() if t.is_floating_point() else t, (made.args, dict(made.kwargs))
     )
     return replace(made, model=made.model.double(), args=args, kwargs=kwargs)
+
+
+def _asked(call: Callable[..., T], options: argparse.Namespace) -> T:
+    """`plan` or `check` of the model that the command line names."""
+    made = load(options.source)()
+    more = _shared(options)
+    world = options.world_size
+    return call(made.model, options.grid, made.args, made.kwargs, loss_fn=made.loss_fn, world_size=world, **more)
 
 
 def _shared(options: argparse.Namespace) -> dict[str, Any]:

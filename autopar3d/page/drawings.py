@@ -7,9 +7,10 @@ from collections.abc import Sequence
 from html import escape
 from typing import TYPE_CHECKING
 
+from autopar3d.recording import COLOURS
 from autopar3d.tables import byte_text, second_text
 
-from .style import AXIS_COLOURS, COLOURS
+from .style import AXIS_COLOURS
 
 if TYPE_CHECKING:
     from autopar3d.recording import Recording, Span

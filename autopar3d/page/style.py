@@ -1,16 +1,6 @@
 """How the page looks: light and dark after the reader's setting, and colours that people with any kind of colour
 blindness can tell apart (Okabe and Ito's)."""
 
-COLOURS = {
-    "matmul": "#0072B2",
-    "other": "#56B4E9",
-    "wait": "#F0E442",
-    "all_gather": "#E69F00",
-    "reduce_scatter": "#009E73",
-    "all_reduce": "#CC79A7",
-    "all_to_all": "#D55E00",
-}
-
 AXIS_COLOURS = {"x": "#E69F00", "y": "#009E73", "z": "#56B4E9"}
 
 # All names begin with ap3d, for the page's table also stands in notebooks, among other people's styles.

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 from torch.fx import Node
@@ -10,6 +12,9 @@ from .core import RULES, Dims, OpSpec, argument, operands, results
 from .lowering import again
 
 aten = torch.ops.aten
+
+LAZY: dict[Any, Any] = {aten._conj.default: aten._conj_physical.default, aten._neg_view.default: aten.neg.default}
+"""Lazy forms and what computes them: some ops refuse a lazy form, and a graph shows no sign that it was resolved."""
 
 
 def as_complex(x: Tensor) -> Tensor:

@@ -42,7 +42,7 @@ def matrices(node: Node) -> OpSpec:
 
     inputs = tuple(dims(o.meta["val"], f"i{k}_") for k, o in enumerate(operands(node)))
     outputs = tuple(dims(r, f"o{k}_") for k, r in enumerate(results(node)))
-    if any(len(d) < len(batch) for d in (*inputs, *outputs)) or (batch and inputs[0][0][0] not in sizes):
+    if any(len(d) < len(batch) for d in (*inputs, *outputs)):
         whole |= set(sizes)  # an operand without the batch: nothing is known of how it broadcasts
     return OpSpec(sizes, inputs, outputs, whole=frozenset(whole))
 

@@ -8,7 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..collectives import axis_index, reduce, reduce_max
+from ..collectives import chunk, reduce, reduce_max
+from ..private import assert_async
 from .core import Exchange, LocalOp, Lowered, operands
 
 Groups = Sequence[tuple[str, int]]  # (group name, size), outer axis first
@@ -34,20 +35,11 @@ def pmax(x: Tensor, groups: Groups) -> Tensor:
     return x
 
 
-def _start(length: int, groups: Groups, device: torch.device) -> tuple[Tensor | int, int]:
-    """(first element, number of elements) of this rank's chunk of a factor."""
-    chunk: Tensor | int = 0
-    for name, size in groups:
-        chunk = chunk * size + axis_index(name, device).reshape([])
-        length //= size
-    return chunk * length, length
-
-
 def positions(pieces: Pieces, device: torch.device) -> Tensor:
     """The global index of every local element of a factor, ascending."""
     found = torch.zeros([1], dtype=torch.int64, device=device)
     for length, groups in pieces:
-        start, n = _start(length, groups, device)
+        start, n = chunk(length, groups, device)
         digit = torch.arange(n, device=device) + start
         found = (found[:, None] * length + digit).reshape(-1)
     return found
@@ -61,7 +53,7 @@ def in_range(index: Tensor, length: int) -> Tensor:
         IndexError: it does, on CPU; on other devices an assertion of the device fails, as in torch.
     """
     if index.device.type != "cpu":
-        torch._assert_async(((index >= 0) & (index < length)).all(), "an index is out of range")
+        assert_async(((index >= 0) & (index < length)).all(), "an index is out of range")
     elif index.numel() and (int(index.min()) < 0 or int(index.max()) >= length):
         bad = index[(index < 0) | (index >= length)].flatten()
         raise IndexError(f"index {int(bad[0])} is out of range: there are {length} rows or classes, from 0")
@@ -84,7 +76,7 @@ def locate(index: Tensor, pieces: Pieces, length: int) -> tuple[Tensor, Tensor]:
     here = torch.ones_like(index, dtype=torch.bool)
     local, width = torch.zeros_like(index), 1
     for length, groups in reversed(pieces):
-        start, n = _start(length, groups, index.device)
+        start, n = chunk(length, groups, index.device)
         digit = torch.div(index, stride, rounding_mode="floor") % length - start
         here = here & (digit >= 0) & (digit < n)
         local = local + digit * width

@@ -6,6 +6,7 @@ import torch
 from torch.fx import Node
 
 from ..functions import FunctionCall
+from ..private import OpOverload
 from .core import RULES, Dims, OpRule, OpSpec, argument, operands, results
 
 aten = torch.ops.aten
@@ -124,7 +125,7 @@ def rule_for(target: object) -> OpRule | None:
 
 def is_tagged(target: object) -> bool:
     """Whether torch says that an op is pointwise."""
-    return isinstance(target, torch._ops.OpOverload) and torch.Tag.pointwise in target.tags
+    return isinstance(target, OpOverload) and torch.Tag.pointwise in target.tags
 
 
 def is_pointwise(target: object) -> bool:

@@ -12,7 +12,6 @@ of matmuls, convolutions and attention that no rank does twice.
 from __future__ import annotations
 
 import argparse
-import sys
 import time
 import traceback
 import warnings
@@ -337,14 +336,14 @@ ENTRIES = {e.model_type: e for e in _entries()}
 Row = tuple[str, str, str, str, str, str, str]
 
 
-def try_one(entry: Entry, grid: tuple[int, int, int]) -> tuple[Row, bool, float]:
+def try_one(entry: Entry, grid: tuple[int, int, int], *, debug: bool = False) -> tuple[Row, bool, float]:
     """A row of the table, whether everything was equal, and the share of operations that is sharded."""
     start = time.perf_counter()
     name = "({},{},{})".format(*grid)
     try:
         found = trains_like_one_device(entry.make, (), grid, example_kwargs=entry.inputs(), steps=1, tol=1e-5)
     except Exception as error:
-        if "--debug" in sys.argv:
+        if debug:
             traceback.print_exc()
         said = str(error).strip().splitlines() or [type(error).__name__]
         return (
@@ -383,7 +382,7 @@ def main() -> None:
     for model in given.models:
         for grid in given.grids:
             x, y, z = map(int, grid.split(","))
-            row, equal, share = try_one(ENTRIES[model], (x, y, z))
+            row, equal, share = try_one(ENTRIES[model], (x, y, z), debug=given.debug)
             print(*row, flush=True)
             rows.append(row)
             good += equal

@@ -25,7 +25,7 @@ from autopar3d.lockstep import run_lockstep
 from autopar3d.passes.canonicalize import canonicalize
 from autopar3d.passes.differentiate import differentiate
 from autopar3d.passes.overlap import overlap
-from autopar3d.passes.propagate import propagate
+from autopar3d.passes.propagate import search
 from autopar3d.passes.rewrite import rewrite
 from autopar3d.passes.trace import trace
 from autopar3d.program import text
@@ -256,14 +256,14 @@ def emitted(name: str, scheme: str, grid: Grid = GRID) -> Emitted:
     model, (args, kwargs) = make_model(torch.float64), make_inputs(torch.float64)
     program = canonicalize(trace(model, args, kwargs))
     factors = Factors(program.graph.graph)
-    decisions = propagate(
+    decisions = search(
         program,
         grid,
         PROFILES["cpu"],
         factors=factors,
         result_states=lambda i, shape: [State(((),) * len(shape.atoms))],
         scheme=scheme,
-    )
+    ).run()
     local = rewrite(program, factors, decisions)
     named = dict(model.named_parameters()) | dict(model.named_buffers())
     leaves = tree_leaves((args, kwargs))
