@@ -115,10 +115,10 @@ def assert_trains_like_one_device(
 ) -> Comparison:
     """Train a model on a grid and on one device, and raise AssertionError where they differ.
 
-    Both take `steps` steps of AdamW (eps 1e-8 for a float64 model, else 1e-4) with gradients clipped at norm 1. Compared are the loss of every step, the
-    outputs and every gradient (before clipping) of the first, and buffers and parameters after the last. A tensor t
-    equals its reference r when `max|t - r| <= tol * max(max|r|, s)`, with s the largest gradient of the model for
-    gradients, and 1 for the rest.
+    Both take `steps` steps of AdamW (eps 1e-8 for a float64 model, else 1e-4) with gradients clipped at norm 1.
+    Compared are the loss of every step, the outputs and every gradient (before clipping) of the first, and buffers and
+    parameters after the last. A tensor t equals its reference r when `max|t - r| <= tol * max(max|r|, s)`, with s the
+    largest gradient of the model for gradients, and 1 for the rest.
 
     Args:
         make_model: builds the model, the same weights at every call: seed it.
