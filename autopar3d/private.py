@@ -31,6 +31,9 @@ from torch.distributed.distributed_c10d import _set_pg_timeout as set_group_time
 # The only pytrees that torch.export's own specs are made of.
 from torch.utils import _pytree as pytree
 
+# Ranks that are threads of one process meet at their collectives through it (`lockstep.run_threads`).
+from torch.utils._python_dispatch import TorchDispatchMode
+
 if TYPE_CHECKING:
     from collections.abc import Callable
 
@@ -79,6 +82,7 @@ __all__ = [
     "GroupName",
     "HigherOrderOperator",
     "OpOverload",
+    "TorchDispatchMode",
     "TreeSpec",
     "assert_async",
     "forget_meshes",

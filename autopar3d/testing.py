@@ -1,4 +1,4 @@
-"""For tests: hypothesis strategies that draw grids and layouts, and training beside one device.
+"""For tests: hypothesis strategies that draw grids and layouts, training beside one device, and the proof of a rule.
 
 hypothesis is imported when a strategy is made, so this module needs it only then (`pip install hypothesis`).
 """
@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from .grid import Grid
 from .layout import Factor, Layout
+from .proof import prove_rule
 from .trials import Comparison, Difference, assert_trains_like_one_device, trains_like_one_device
 
 if TYPE_CHECKING:
@@ -22,6 +23,7 @@ __all__ = [
     "assert_trains_like_one_device",
     "grids",
     "layouts",
+    "prove_rule",
     "trains_like_one_device",
 ]
 

@@ -45,6 +45,7 @@ SECTIONS: dict[str, list[Any]] = {
         testing.trains_like_one_device,
         testing.grids,
         testing.layouts,
+        testing.prove_rule,
     ],
     "Errors": [c for c in vars(errors).values() if inspect.isclass(c) and issubclass(c, errors.AutoPar3DError)],
 }

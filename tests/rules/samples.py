@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .one_op import Sample
+from autopar3d.proof import Sample
 
 aten = torch.ops.aten
 _generator = torch.Generator().manual_seed(7)

@@ -7,10 +7,9 @@ import torch
 
 from autopar3d.grid import Grid
 from autopar3d.layout import Layout
+from autopar3d.proof import OneOp, Sample
 from autopar3d.rules import LocalOp
 from autopar3d.strategies import Strategy, given
-
-from .one_op import OneOp, Sample
 
 aten = torch.ops.aten
 CPU = torch.device("cpu")
