@@ -51,6 +51,7 @@ class Decisions:
         bound: no plan in the space searched costs less; equal to `cost` when that is proven minimal.
         whole: names of values and ops kept whole -> why.
         groups: value name, reader, operand -> placement of a second copy, which readers of one kind share.
+        off_scheme: ops that a named scheme should have decided, but does not fit in size: planned by cost.
     """
 
     grid: Grid
@@ -65,6 +66,7 @@ class Decisions:
     seconds: dict[str, float] = field(default_factory=dict)
     whole: dict[str, str] = field(default_factory=dict)
     groups: dict[tuple[str, str, int], State] = field(default_factory=dict)
+    off_scheme: tuple[str, ...] = ()
 
     def way(self, value: str, reader: str, operand: int) -> tuple[State, ...]:
         """Placements in which a value stops on its way to a reading (of a result of the program: reader "")."""

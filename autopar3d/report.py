@@ -106,7 +106,7 @@ class _Accountant:
             repeated=self._repeated(),
             without_rule={op: len(nodes) for op, nodes in self.factors.without_rule.items()},
             hash=self._hash(),
-            notes=(*self.program.notes, *self._padded()),
+            notes=(*self.program.notes, *self._off_scheme(options), *self._padded()),
             pads=pads_of(self.factors),
             timeline=predict(dict(zip(("forward", "backward"), self._graphs(), strict=False)), grid, self.hardware),
         )
@@ -255,6 +255,20 @@ class _Accountant:
             names = ", ".join(dict.fromkeys(modules)) or "no matmul"
             notes.append(f"the grid does not divide {n}: padded to {longer} ({longer / n - 1:.1%} more) in {names}")
         return notes
+
+    def _off_scheme(self, options: Options | None) -> list[str]:
+        """A note that names the products which a scheme was asked for, and does not fit."""
+        shapes: dict[str, list[str]] = {}
+        for name in self.decisions.off_scheme:
+            node = self.nodes[name]
+            sizes = [val.shape for val in (o.meta["val"] for o in operands(node)) if val.dim() > 1]
+            shown = " by ".join("x".join(map(str, s)) for s in sizes)
+            shapes.setdefault(shown, []).append(module_path(node) or name)
+        if not shapes:
+            return []
+        listed = "; ".join(f"{', '.join(dict.fromkeys(where))} ({shown})" for shown, where in shapes.items())
+        asked = f"scheme={options.scheme!r}" if options else "the scheme"
+        return [f"{asked} does not fit the sizes of these on grid {self.grid}, so they are planned by cost: {listed}"]
 
     def _outputs(self) -> tuple[OutputPlan, ...]:
         found = []

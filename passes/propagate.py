@@ -137,6 +137,7 @@ class Search:
         self.program, self.grid, self.hardware, self.factors = program, grid, hardware, factors
         self.scheme, self.regather, self.result_states, self.pinned = scheme, regather, result_states, pinned
         self.pins, self.conflicts = pins, list[str]()
+        self.off_scheme: list[str] = []  # ops planned by cost, as the scheme does not fit their sizes
         self.graph = program.graph.graph
         self.arguments = {a.node: a for a in program.arguments}
         self.grads = gradients(program)
@@ -152,6 +153,7 @@ class Search:
         self.members: dict[tuple[Node, int], list[Slot]] = {}  # a group of a value's readers -> its readings
         self.numbers: dict[Any, int] = {}  # kind of op -> its number
         self.kinds: dict[Node, int] = {}  # op -> the number of its kind
+        self.beside: set[Any] = set()  # kinds of op whose sizes the scheme does not fit
         self.partial: dict[Node, bool] = {}  # value -> whether it may be a partial sum
         self.placements: dict[Any, list[State]] = {}
         self.stored: dict[Any, list[State]] = {}  # a parameter's shape -> its placements
@@ -207,7 +209,8 @@ class Search:
         if kind not in self.known:  # the same op on the same shapes, in another layer
             options = strategies(spec, self.grid, through=through, repeat=self._may_repeat(node, spec))
             if spec.flops:
-                options = self._within_scheme(node, spec, options)
+                options, fits = self._within_scheme(node, spec, options)
+                self.beside |= set() if fits else {kind}
             if any(wishes):
                 shape = result_of(node, self.factors)
                 options, conflict = kept_strategies(options, node, spec, shape, self.pins, self.grid)
@@ -217,6 +220,8 @@ class Search:
             self.known[kind] = _Known(options, found[:, 0] + found[:, 1] + ties, ties, found[:, 0])
         vertex = ("op", node)
         self.kinds[node] = self.numbers.setdefault(kind, len(self.numbers))
+        if kind in self.beside:
+            self.off_scheme.append(node.name)
         known = self.known[kind]
         self.options[vertex], self.ties[vertex], self.computes[vertex] = known.options, known.ties, known.computes
         self.problem.vertex(vertex, known.costs)
@@ -252,10 +257,11 @@ class Search:
         found = [i for i, o in enumerate(operands(node)) if self._is_weight(o)]
         return found[-1] if found else None
 
-    def _within_scheme(self, node: Node, spec: OpSpec, options: list[Strategy]) -> list[Strategy]:
+    def _within_scheme(self, node: Node, spec: OpSpec, options: list[Strategy]) -> tuple[list[Strategy], bool]:
+        """The strategies that the scheme allows, or all of them and False where it allows none."""
         number = self._weight_operand(node)
         if self.scheme == "auto" or number is None:
-            return options
+            return options, True
         weight = set(spec.atoms(spec.inputs[number]))
         out = {f for dims in spec.outputs for f in spec.atoms(dims)}
         roles = _ROLES[self.scheme]
@@ -267,7 +273,7 @@ class Search:
             key = tuple("".join(sorted(held[r])) for r in "abc")
             if key in [tuple("".join(a for a in r if a in self.grid.axes) for r in role) for role in roles]:
                 legal.append(s)
-        return legal or options
+        return (legal, True) if legal else (options, False)
 
     def _is_weight(self, node: Node) -> bool:
         return (
@@ -473,6 +479,7 @@ class Search:
             seconds,
             self._kept_whole(storage),
             groups,
+            tuple(self.off_scheme),
         )
 
     def _set_aside(self, chosen: dict[str, Strategy], storage: dict[str, State], results: list[State | None]) -> None:

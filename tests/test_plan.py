@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 
+import autopar3d
 from autopar3d.collectives import collectives
 from autopar3d.errors import PlanError
 from autopar3d.grid import Grid
@@ -272,6 +273,15 @@ def test_wrapped() -> None:
     assert wrapped("AG x 1, y 22 kB", 9) == "AG x 1,\ny 22 kB"
     assert wrapped("transformer.h.0-11.attn", 14) == "transformer.h.\n0-11.attn"
     assert wrapped("x" * 10, 4) == "xxxx\nxxxx\nxx"
+
+
+def test_what_a_scheme_does_not_fit_is_said() -> None:
+    model = torch.nn.Sequential(torch.nn.Linear(6, 10), torch.nn.Linear(10, 6), torch.nn.Linear(6, 8))
+    plan = autopar3d.plan(model, (2, 2, 1), torch.randn(8, 6), scheme="1d")
+    said = "scheme='1d' does not fit the sizes of these on grid (2, 2, 1), so they are planned by cost: "
+    assert said + "0 (8x6 by 10x6); 1 (8x10 by 6x10)" in plan.notes
+    assert "does not fit" in " ".join(str(plan).split())
+    assert not autopar3d.plan(model, (2, 2, 1), torch.randn(8, 6), scheme="zero3").notes
 
 
 def test_what_is_whole_or_without_a_rule_is_said() -> None:
