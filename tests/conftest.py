@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import hypothesis
 import pytest
 import torch
 
@@ -14,12 +15,31 @@ from autopar3d.launch import Pool
 # Two cores serve up to nine processes here: threads inside an op would only get in each other's way.
 torch.set_num_threads(1)
 
+# The suite is the same at every run; `python -m tests.fuzz` draws anew.
+hypothesis.settings.register_profile("suite", derandomize=True, deadline=None)
+hypothesis.settings.load_profile("suite")
+
+# Beside tests that use the pool, these start processes of their own.
+WITH_PROCESSES = ("test_launch", "test_recipes", "test_cli", "test_package", "test_postmortem", "test_transport")
+
 # What the ranks import before they are forked, so that it is imported once and not eight times.
 PRELOAD = ("torch.distributed.tensor", "torch.distributed.checkpoint", "hypothesis", "pytest", "transformers")
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--cases", metavar="FILE", help="run tests/test_cases.py on the cases of this file")
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Two workers (`-n 2 --dist loadgroup`): one takes all that starts ranks, for two pools would be too many for two
+    cores. A file goes to one worker, as it may share what it sets up; the proofs of rules fill up whoever is free."""
+    for item in items:
+        module = item.nodeid.partition("::")[0].rpartition("/")[2].removesuffix(".py")
+        if "ranks" in getattr(item, "fixturenames", ()) or module in WITH_PROCESSES:
+            item.add_marker(pytest.mark.xdist_group("processes"))
+        elif module != "test_proof":
+            item.add_marker(pytest.mark.xdist_group(module))
 
 
 class SteadyPool(Pool):
