@@ -177,6 +177,10 @@ class _Account:
             wanted = {(t.kind, t.axis, t.phase) for t in m.transfers}
             scatterable = not any(t.kind == "all_reduce" for t in m.transfers)
             every = transfers(step, before, elements, q, scatterable=scatterable)
+            known = {(t.kind, t.axis, t.phase) for t in every}
+            forward = [t._replace(phase="regather") for t in every if t.phase == "forward"]
+            # A region of activation checkpointing repeats what else is kept.
+            every += [t for t in forward if (t.kind, t.axis, t.phase) not in known]
             return [(t.axis, t.elements) for t in every if (t.kind, t.axis, t.phase) in wanted]
         return [(t.axis, self._inside(self.nodes[m.value], t.kind, t.axis, t.elements)) for t in m.transfers]
 

@@ -21,8 +21,8 @@ from .factors import Factors, is_getitem, producer
 from .hardware import Link
 from .passes.rewrite import LocalProgram, Movement
 from .plan import Decisions
-from .program import Program
-from .readings import drops, gradients, readings, regathered
+from .program import Program, region
+from .readings import drops, gradients, readings, recomputed, regathered, values_of
 from .redistribute import State, Transfer, route
 from .rules import operands, results
 from .saved import is_view, saved_of
@@ -180,12 +180,12 @@ def saved_shards(
 ) -> dict[tuple[str, State], int]:
     """What backward keeps of the forward, by value and placement: bytes on one rank. Parameters are not counted."""
     grads, slots = gradients(program), readings(program)
-    needed_again = regathered(program, grads, slots)
+    needed_again, inner = regathered(program, grads, slots), recomputed(program, slots)
     found: dict[tuple[str, State], int] = {}
     for value, read in slots.items():
         shape = factors.values.get(value)
         source, result = producer(value)
-        if shape is None or source.op == "placeholder" or not isinstance(value.meta["val"], Tensor):
+        if value in inner or shape is None or source.op == "placeholder" or not isinstance(value.meta["val"], Tensor):
             continue
         if is_view(source) and operands(source)[0].op != "placeholder":
             continue  # its memory is that of what it views
@@ -200,6 +200,8 @@ def saved_shards(
             for step in (s for a, b in itertools.pairwise(stops) for s in route(a, b)):
                 if dropped and step.kind in ("gather", "regroup"):
                     break
+                if region(slot.reader) is not None and step.kind not in ("scatter", "reduce"):
+                    break  # a step of the reader's region
                 kept = step.after
             state = kept.without_varying()
             found[value.name, state] = shape.bytes // decisions.grid.extent(state.sharding)
@@ -207,13 +209,14 @@ def saved_shards(
         if node not in grads:
             continue
         kept_of = saved_of(node, tuple(o in grads for o in operands(node)))
+        leaving = {producer(v)[1] for v in values_of(node) if v not in inner}
         for i, val in enumerate(results(node)):
-            if i in kept_of.results and val is not None:
+            if i in kept_of.results and (i in leaving or region(node) is None) and val is not None:
                 state = given(spec, decisions.strategies[node.name], i)
                 name = node.name if i == 0 else f"{node.name}.{i}"
                 share = decisions.grid.extent(state.sharding)
                 found.setdefault((name, state), val.numel() * val.dtype.itemsize // share)
-        if kept_of.hidden:
+        if kept_of.hidden and region(node) is None:
             share = decisions.grid.extent(decisions.strategies[node.name].axes)
             found[f"{node.name} (inside)", State(())] = kept_of.hidden // share
     return found

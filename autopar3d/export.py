@@ -30,6 +30,7 @@ from autopar3d.private import FakeTensor, TreeSpec, tree_leaves
 from autopar3d.program import source_line
 from autopar3d.pytrees import flatten_output
 from autopar3d.quiet import quiet_torch
+from autopar3d.regions import Regions
 from autopar3d.rules import is_pointwise
 
 
@@ -49,6 +50,8 @@ class Recording:
     out_spec: TreeSpec
     functions: Mapping[Any, FunctionCall]
     """By the op that stands for it in the program, what applies a custom autograd function."""
+    selective: bool
+    """Whether the model says what a region of activation checkpointing shall save."""
 
 
 TENSOR = object()
@@ -75,13 +78,14 @@ def export(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> R
             raise TraceError(_explain(error, model)) from error
     _forget_wrapper(program)
     assert wrapped.seen.spec is not None
-    return Recording(program, wrapped.seen.outputs, wrapped.seen.spec, wrapped.functions.calls)
+    return Recording(program, wrapped.seen.outputs, wrapped.seen.spec, wrapped.functions.calls, wrapped.seen.selective)
 
 
 @dataclass
 class _Seen:
     outputs: list[tuple[str, Any]] = field(default_factory=list)
     spec: TreeSpec | None = None
+    selective: bool = False
 
 
 class _Flat(nn.Module):
@@ -96,16 +100,18 @@ class _Flat(nn.Module):
         @functools.wraps(model.forward)  # export names the placeholders after this signature
         def forward(*args: Any, **kwargs: Any) -> tuple[Tensor, ...]:
             before = dict(model.named_buffers())
-            output = model(*args, **kwargs)
-            _write_back(model, before)
+            with Regions() as regions:
+                output = model(*args, **kwargs)
+                _write_back(model, before)
             leaves, spec = flatten_output(output)
             tensors = tuple(leaf for _, leaf in leaves if isinstance(leaf, Tensor))
             if not tensors:
                 raise TraceError(f"{type(model).__name__} returns no tensor, so there is nothing to compute")
-            _refuse_custom_functions(tensors, self.functions.classes)
+            _refuse_custom_functions([*(t.grad_fn for t in tensors), *regions.hidden], self.functions.classes)
             # The fake tensors themselves must not outlive the trace.
             seen.outputs = [(path, TENSOR if isinstance(leaf, Tensor) else leaf) for path, leaf in leaves]
             seen.spec = spec
+            seen.selective = regions.selective
             return tensors
 
         self.forward = forward
@@ -127,9 +133,13 @@ def _write_back(model: nn.Module, before: dict[str, Tensor]) -> None:
         setattr(model.get_submodule(path), attribute, old)
 
 
-def _refuse_custom_functions(tensors: tuple[Tensor, ...], kept: set[type]) -> None:
-    """Raise if a custom `autograd.Function` that is not kept lies behind an output: export records its forward only."""
-    nodes: list[Any] = [t.grad_fn for t in tensors]
+def _refuse_custom_functions(outputs: list[Any], kept: set[type]) -> None:
+    """Raise if a custom `autograd.Function` that is not kept lies behind an output: export records its forward only.
+
+    Args:
+        outputs: what autograd recorded of the outputs.
+    """
+    nodes = list(outputs)
     visited = set()
     while nodes:
         node = nodes.pop()
@@ -139,13 +149,12 @@ def _refuse_custom_functions(tensors: tuple[Tensor, ...], kept: set[type]) -> No
         name = type(node).__name__.removesuffix("Backward")
         # A torch.library op with `register_autograd` survives as one node, whose backward is kept.
         custom = isinstance(node, BackwardCFunction) and type(node)._forward_cls not in kept  # type: ignore[attr-defined]
-        if custom and not name.startswith("GeneratedBackwardFor_"):
-            way_out = "define its class before the model is compiled, or write it with differentiable torch ops"
-            if name == "CheckpointFunction":
-                way_out = "call checkpoint with use_reentrant=False"
+        # Of a reentrant checkpoint, `regions` has made plain ops.
+        if custom and name != "CheckpointFunction" and not name.startswith("GeneratedBackwardFor_"):
             raise TraceError(
-                f"the model uses the custom torch.autograd.Function {name}, whose backward torch.export "
-                f"drops, so that gradients would be wrong; {way_out}"
+                f"the model uses the custom torch.autograd.Function {name}, whose backward torch.export drops, so that "
+                "gradients would be wrong; define its class before the model is compiled, or write it with "
+                "differentiable torch ops"
             )
         nodes.extend(child for child, _ in node.next_functions)
 

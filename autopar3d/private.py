@@ -39,6 +39,9 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
+# What torch.no_grad() and its like call, as a mode of torch functions sees it.
+set_grad = torch._C._set_grad_enabled
+
 TreeSpec = pytree.TreeSpec
 keystr = pytree.keystr
 tree_flatten_with_path = pytree.tree_flatten_with_path
@@ -51,6 +54,12 @@ tree_unflatten = pytree.tree_unflatten
 def assert_async(condition: Tensor, message: str) -> None:
     """torch's own check of values on a device, which does not make the host wait for them."""
     torch._assert_async(condition, message)
+
+
+def set_grad_unseen(mode: bool) -> None:
+    """Let autograd record or not, without the tracer noting the change."""
+    with torch._C.DisableTorchFunction():
+        set_grad(mode)
 
 
 def forget_meshes() -> None:
@@ -92,6 +101,8 @@ __all__ = [
     "pytree",
     "register_process_group",
     "resolve_process_group",
+    "set_grad",
+    "set_grad_unseen",
     "set_group_timeout",
     "tree_flatten",
     "tree_flatten_with_path",

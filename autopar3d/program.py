@@ -93,6 +93,16 @@ def module_path(node: Node) -> str:
     return name
 
 
+ORIGIN = ("stack_trace", "nn_module_stack", "checkpoint")
+"""Keys of `meta` that say where in the model a node comes from: a node made for another takes them over."""
+
+
+def region(node: Node) -> int | None:
+    """The number of the region of activation checkpointing (`torch.utils.checkpoint`) that made `node`, if any."""
+    found: int | None = node.meta.get("checkpoint")
+    return found
+
+
 _FRAME = re.compile(r'File "([^"]+)", line (\d+)')
 _TORCH = str(Path(torch.__file__).parent)
 

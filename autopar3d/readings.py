@@ -10,9 +10,9 @@ from torch import Tensor
 from torch.fx import Node
 
 from .factors import is_getitem
-from .program import Program
+from .program import Program, region
 from .rules import OpSpec, operands
-from .saved import is_view, saved_operands
+from .saved import Saved, is_view, saved_of, saved_operands
 
 
 @dataclass(frozen=True)
@@ -61,8 +61,10 @@ def readings(program: Program) -> dict[Node, list[Slot]]:
 def regathered(program: Program, grads: set[Node], slots: Mapping[Node, list[Slot]]) -> set[Slot]:
     """Readings whose value some backward needs: a gathered copy made for one of them is gathered again in backward.
 
-    A reading by a view counts when one of the view's own readings does, as both are the same memory.
+    A reading by a view counts when one of the view's own readings does, as both are the same memory; a reading by an op
+    that is computed again (`recomputed`) counts, too.
     """
+    inner = recomputed(program, slots)
     found: set[Slot] = set()
     alive: set[Node] = set()  # values with such a reading
     for node in reversed(program.graph.graph.nodes):
@@ -72,11 +74,44 @@ def regathered(program: Program, grads: set[Node], slots: Mapping[Node, list[Slo
                 continue
             saves = reader in grads and slot.operand in saved_operands(reader, _flags(reader, grads))
             if not saves and slot.operand == 0 and is_view(reader):
-                saves = any(o in alive for o in [u for u in reader.users if is_getitem(u)] or [reader])
-            if saves:
+                saves = any(o in alive for o in values_of(reader))
+            if saves or _again(reader, grads, inner, alive):
                 found.add(slot)
                 alive.add(node)
     return found
+
+
+def recomputed(program: Program, slots: Mapping[Node, list[Slot]]) -> set[Node]:
+    """Values inside of a region of activation checkpointing, which nothing outside of it reads: they are not saved."""
+    leaving: set[Node] = set()
+    inner: set[Node] = set()
+    for node in reversed(program.graph.graph.nodes):
+        number = region(node)
+        if number is None:
+            continue
+        for reader in (slot.reader for slot in slots.get(node, ())):
+            # A view is as good as what it views.
+            passes_on = reader is not None and is_view(reader) and any(v in leaving for v in values_of(reader))
+            if reader is None or region(reader) != number or passes_on:
+                leaving.add(node)
+        if node not in leaving:
+            inner.add(node)
+    return inner
+
+
+def values_of(op: Node) -> list[Node]:
+    """The results of an op: the node itself, or its items."""
+    return [user for user in op.users if is_getitem(user)] or [op]
+
+
+def _again(op: Node, grads: set[Node], inner: set[Node], alive: set[Node]) -> bool:
+    """Whether an op is computed again in backward."""
+    if region(op) is None:
+        return False
+    if any(v in alive and v in inner for v in values_of(op)):
+        return True
+    kept = saved_of(op, _flags(op, grads)) if op in grads else Saved()
+    return bool(kept.hidden) or (bool(kept.results) and any(v in inner for v in values_of(op)))
 
 
 def _flags(node: Node, grads: set[Node]) -> tuple[bool, ...]:

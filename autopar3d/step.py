@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 
 import torch
@@ -17,7 +17,7 @@ from .hardware import Hardware
 from .layout import Layout
 from .passes.differentiate import Differentiated, differentiate
 from .passes.propagate import Search, search
-from .passes.rewrite import LocalProgram, rewrite
+from .passes.rewrite import LocalProgram, Movement, rewrite
 from .passes.widen import widen
 from .plan import Decisions, Plan
 from .precision import MixedPrecision
@@ -133,6 +133,7 @@ def build_step(
         local = rewrite(program, factors, decisions, regather=options.regather)
     with_node = [m for m, r in zip(modes, program.results, strict=True) if r.node is not None]
     runs = differentiated(program, local, options, default_seeds(program) if seeds is None else seeds)
+    local = replace(local, movements=tuple(_repeated(local.movements, runs)))
     low = options.precision.parameters
     lower = {i: low for i, a in enumerate(program.arguments) if a.stored is not None and low is not None}
     return Step(program, factors, decisions, local, runs, tuple(with_node), lower, pins, places)
@@ -150,6 +151,21 @@ def differentiated(
         return runs
     learned = [i for i, number in enumerate(runs.gradients) if program.arguments[number].kind == "parameter"]
     return replace(runs, backward=widen(runs.backward, learned, wider))
+
+
+def _repeated(movements: Iterable[Movement], runs: Differentiated) -> Iterator[Movement]:
+    """The movements; in a model with activation checkpointing, with the collectives that backward really repeats."""
+    left = {name: list(kinds) for name, kinds in runs.again.items()}
+    for m in movements:
+        if m.node not in left:
+            yield m
+            continue
+        moved = [t for t in m.transfers if t.phase != "regather"]
+        for t in m.transfers:
+            if t.phase == "forward" and t.kind in left[m.node]:
+                left[m.node].remove(t.kind)
+                moved.append(t._replace(phase="regather"))
+        yield replace(m, transfers=tuple(moved))
 
 
 @stage("planning")

@@ -3,7 +3,9 @@
 The local program is run once on fake tensors while autograd records and `make_fx` traces, forward and backward in one
 graph; ops need no backward rules. The joint graph is then cut in two. What the backward reads of the forward is saved,
 with three exceptions, which the backward computes again: views (their memory is saved anyway), gathers that the
-`regather` option drops, with the local reordering that follows them, and `axis_index`. So only shards are saved. (This
+`regather` option drops, with the local reordering that follows them, and `axis_index`. So only shards are saved. And
+nothing is saved inside of a region of activation checkpointing (`program.region`), but what is read outside of it: the
+backward computes the region again, its collectives included, right before it first needs something of it. (The rest
 is autograd's own choice of what to keep, as the eager backend wants it: recomputing elementwise ops pays only where a
 compiler fuses them.)
 """
@@ -11,8 +13,8 @@ compiler fuses them.)
 from __future__ import annotations
 
 import operator
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -20,9 +22,10 @@ from torch import Tensor
 from torch.fx import Graph, GraphModule, Interpreter, Node
 from torch.fx.experimental.proxy_tensor import get_proxy_mode, make_fx
 
-from autopar3d.collectives import gather
+from autopar3d.collectives import KINDS, gather
 from autopar3d.errors import TraceError
 from autopar3d.private import FakeTensor, FakeTensorMode, OpOverload
+from autopar3d.program import region
 from autopar3d.rules.complex import LAZY
 from autopar3d.saved import use_stand_ins
 
@@ -47,6 +50,8 @@ class Differentiated:
         differentiable: numbers of the results that have a gradient.
         tangents: numbers of the results whose gradients the backward takes.
         gradients: numbers of the arguments whose gradients the backward returns, in order.
+        again: where the model has regions of activation checkpointing, by the name of a node of the local program the
+            kinds of its collectives that the backward repeats.
     """
 
     forward: GraphModule
@@ -56,6 +61,7 @@ class Differentiated:
     differentiable: frozenset[int]
     tangents: tuple[int, ...]
     gradients: tuple[int, ...]
+    again: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
 
 
 def differentiate(
@@ -205,6 +211,7 @@ class _Cut:
         self.is_forward = {n: i < joint.boundary for i, n in enumerate(self.nodes)}
         self.repeatable: set[Node] = set()
         self._annotate()
+        self.repeatable |= self._inside_regions()
 
     def _annotate(self) -> None:
         """Module paths and source lines on every node, and the marks of what may be computed again."""
@@ -223,6 +230,34 @@ class _Cut:
         for (start, origin), end in zip(marks, bounds[1:], strict=True):
             for node in self.nodes[start:end]:
                 node.meta.update({k: origin.meta[k] for k in _KEPT if k in origin.meta})
+
+    def _inside_regions(self) -> set[Node]:
+        """Nodes of regions of activation checkpointing that nothing outside their region reads.
+
+        What is computed again anyway where it is read (a view, a gather that is dropped) is looked through: else its
+        source would be computed again for a reader outside, and with it the region, and the one before it, and so on.
+        """
+        regions = {}
+        for start, end, origin in self.joint.forward_ranges:
+            number = region(origin)
+            if number is not None:
+                regions.update(dict.fromkeys(self.nodes[start:end], number))
+        leaving = set(self.outs)
+        for node in reversed(regions):
+            readers = [user for user in node.users if self.is_forward[user]]
+            if any(regions.get(u) != regions[node] or (u in leaving and u in self.repeatable) for u in readers):
+                leaving.add(node)
+        return regions.keys() - leaving
+
+    def _again(self, repeated: set[Node]) -> dict[str, tuple[str, ...]]:
+        """See `Differentiated.again`."""
+        found: dict[str, tuple[str, ...]] = {}
+        if all(region(origin) is None for _, _, origin in self.joint.forward_ranges):
+            return found
+        for start, end, origin in self.joint.forward_ranges:
+            done = [n for n in self.nodes[start:end] if n in repeated and n.target in KINDS]
+            found[origin.name] = tuple(KINDS[n.target] for n in done)
+        return found
 
     def split(self) -> Differentiated:
         backward = Graph()
@@ -255,6 +290,7 @@ class _Cut:
             self.joint.differentiable,
             tuple(self.joint.tangents),
             tuple(self.joint.gradients),
+            self._again({n for n in copied if self.is_forward[n]} - saved.keys()),
         )
 
     def _live(self, outputs: list[Node]) -> set[Node]:

@@ -23,7 +23,7 @@ from torch.fx.node import map_arg
 
 from autopar3d.errors import TraceError
 from autopar3d.private import FakeTensor, OpOverload, tree_leaves
-from autopar3d.program import Argument, Program, module_path, source_line
+from autopar3d.program import ORIGIN, Argument, Program, module_path, source_line
 from autopar3d.rules.core import argument
 
 aten = torch.ops.aten
@@ -125,7 +125,7 @@ class _Randomizer:
     def call(self, origin: Node, target: Any, *args: Any, name: str | None = None, **kwargs: Any) -> Node:
         """A new node with its value, which comes from the place in the model that `origin` comes from."""
         node = self.graph.call_function(target, args, kwargs, name=name or target.overloadpacket.__name__)
-        node.meta = {k: v for k, v in origin.meta.items() if k in ("stack_trace", "nn_module_stack")}
+        node.meta = {k: v for k, v in origin.meta.items() if k in ORIGIN}
         with self.fake_mode, torch.no_grad():
             values = map_arg((args, kwargs), lambda n: n.meta["val"])
             node.meta["val"] = target(*values[0], **values[1])

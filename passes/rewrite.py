@@ -22,7 +22,7 @@ from autopar3d.grid import Grid
 from autopar3d.layout import Layout
 from autopar3d.pads import add_pads, fill_pads, trim_pads
 from autopar3d.plan import Decisions
-from autopar3d.program import Program, module_path
+from autopar3d.program import ORIGIN, Program, module_path
 from autopar3d.readings import Slot, drops, gradients, readings, regathered
 from autopar3d.redistribute import State, Step, Transfer, route, scatter_atom, sent, transfers
 from autopar3d.rules import Dims, Exchange, LocalOp, OpSpec, operands, results
@@ -35,7 +35,7 @@ class Movement:
 
     `kind` is that of the `redistribute.Step`, or `inside` for an op's own collectives. `reordered`: elements that each
     of the transfers copies into another order locally, as collectives gather and scatter along the first dim only.
-    `way`: the placement before, and the step; None of what is inside.
+    `way`: the placement before, and the step; None of what is inside. `node`: what does it in the local program.
     """
 
     value: str
@@ -47,6 +47,7 @@ class Movement:
     dtype: torch.dtype
     reordered: float = 0.0
     way: tuple[State, Step] | None = None
+    node: str = ""
 
 
 @dataclass(frozen=True)
@@ -219,11 +220,13 @@ class _Rewriter:
                 elements = sent(e.kind, self.grid.axis_size(e.axis), e.elements)
                 moved = Transfer(e.kind, e.axis, elements, "forward" if e.phase == "forward" else "backward")
                 path, travels = module_path(node), e.dtype or dtype
-                self.movements.append(Movement(node.name, path, "inside", e.axis, node.name, (moved,), travels))
+                self.movements.append(
+                    Movement(node.name, path, "inside", e.axis, node.name, (moved,), travels, node=node.name)
+                )
 
     @staticmethod
     def _meta(node: Node) -> dict[str, Any]:
-        return {k: node.meta[k] for k in ("stack_trace", "nn_module_stack") if k in node.meta}
+        return {k: node.meta[k] for k in ORIGIN if k in node.meta}
 
     # -- moving values ------------------------------------------------------------------------------
 
@@ -281,6 +284,8 @@ class _Rewriter:
         origin = value if reader is None or finishing else reader
         node.meta = self._meta(origin)
         drop = drops(self.regather, value)
+        if value.op == "placeholder" and not drop:  # a parameter's copy is no activation: the user keeps it
+            node.meta.pop("checkpoint", None)
         if step.kind in ("gather", "regroup"):
             node.meta["regather"] = drop
         kept = tuple(
@@ -303,6 +308,7 @@ class _Rewriter:
                 shape.dtype,
                 reordered,
                 (before, step),
+                node.name,
             )
         )
         return node

@@ -28,8 +28,9 @@ from torch.fx import Graph, GraphModule, Node
 from autopar3d.errors import TraceError
 from autopar3d.export import TENSOR, Recording, export, own_name
 from autopar3d.private import HigherOrderOperator, TreeSpec, keystr, tree_flatten_with_path, tree_leaves, tree_unflatten
-from autopar3d.program import Argument, Program, Result, source_line
+from autopar3d.program import Argument, Program, Result, region, source_line
 from autopar3d.pytrees import flatten_input, register_caches
+from autopar3d.regions import traced_region
 
 
 def trace(model: nn.Module, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None) -> Program:
@@ -91,7 +92,19 @@ class _Assembly:
             in_spec=in_spec,
             out_spec=self.recording.out_spec,
             constants=self.constants,
+            notes=self._notes(),
         )
+
+    def _notes(self) -> tuple[str, ...]:
+        count = len({region(n) for n in self.graph.nodes} - {None})
+        if not count:
+            return ()
+        found = (
+            f"activation checkpointing: what {count} region{'s' * (count > 1)} of torch.utils.checkpoint compute"
+            f"{'s' * (count == 1)} is not saved but computed again in backward, collectives of activations included"
+        )
+        selective = "; the context_fn (selective checkpointing) is not followed" * self.recording.selective
+        return (found + selective,)
 
     def _refuse_mutations(self) -> None:
         inputs = [s.arg.name for s in self.signature.input_specs if s.kind is InputKind.USER_INPUT]
@@ -202,6 +215,7 @@ class _Assembly:
         copy = self.graph.node_copy(node, lambda n: self.new[n.name])
         copy.target = self.recording.functions.get(node.target, node.target)
         copy.meta = {key: node.meta.get(key) for key in ("val", "stack_trace", "nn_module_stack")}
+        copy.meta["checkpoint"] = traced_region(node)
         self.new[node.name] = copy
 
     def _refuse_numbers(self, node: Node) -> None:

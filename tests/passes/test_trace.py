@@ -14,7 +14,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
-from torch.utils.checkpoint import checkpoint
 
 from autopar3d.errors import TraceError
 from autopar3d.passes.trace import trace
@@ -323,10 +322,6 @@ REFUSED: dict[str, tuple[Callable[..., Any], str]] = {
     ),
     "opaque output": (lambda self, x: Opaque(x), r"Opaque \(output\).*register_pytree_node.*use_cache=False"),
     "no tensor": (lambda self, x: 3, r"Model returns no tensor"),
-    "reentrant checkpoint": (
-        lambda self, x: checkpoint(lambda y: y @ self.weight, x, use_reentrant=True),
-        r"use_reentrant=False",
-    ),
     "parameter that is none": (
         lambda self, x: x @ self.hidden[0],
         r"forward uses hidden\[0\], which requires",
@@ -345,6 +340,6 @@ def test_refusals_say_why(what: str) -> None:
     forward, message = REFUSED[what]
     model = Model(forward, plain=torch.zeros(3), hidden=[nn.Parameter(torch.ones(3, 4))])
     model.view, model.detached = model.weight[:, :2], model.weight.detach()
-    x = X.clone().requires_grad_() if what == "reentrant checkpoint" else X
+    x = X
     with pytest.raises(TraceError, match=message):
         trace(model, (x,))
