@@ -17,6 +17,7 @@ from torch.fx import Node
 from .attribution import Attribution
 from .cost import Cost, collective_seconds, compute_seconds, per_unit
 from .estimate import saved_shards
+from .grid import LANE
 from .passes.rewrite import Movement
 from .readings import backward_share, gradients
 from .redistribute import sent, transfers
@@ -39,12 +40,13 @@ class Quantities:
     per_byte: Any
     shares: Mapping[str, Any]  # by axis, of its communication that is exposed
     values: Mapping[Any, Any]
+    lanes: int = 1
 
     def axis_size(self, axis: str) -> Any:
         return self.axes[axis]
 
     def extent(self, axes: Iterable[str]) -> Any:
-        return math.prod((self.axes[a] for a in axes), start=self.number(1))
+        return math.prod((self.lanes if a == LANE else self.axes[a] for a in axes), start=self.number(1))
 
 
 def numbers(step: Step, shares: Mapping[str, float]) -> Quantities:
@@ -90,6 +92,7 @@ def _quantities(
         make("mu", per_unit(hardware.memory)),
         {a: make(f"exposed_{a}", shares.get(a, 1.0)) for a in grid.axes},
         values,
+        step.lanes,
     )
 
 
@@ -188,7 +191,7 @@ class _Account:
         """What a lowering exchanges: so many numbers a row, and some that are there once. Rows are all factors but
         those that it finishes."""
         q, spec = self.q, self.specs[node]
-        grid, strategy = self.decisions.grid, self.decisions.strategies[node.name]
+        grid, strategy = self.step.carried_out.grid, self.step.carried_out.strategies[node.name]
         rows = [f for f in spec.sizes if f not in spec.complete]
         held = [a for f in rows for a in strategy.axes_of.get(f, ())]
         count = Fraction(math.prod(spec.sizes[f] for f in rows), grid.extent(held))

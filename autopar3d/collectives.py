@@ -12,6 +12,7 @@ factor in question (1 for a plain dim): a dim `(3, heads, 64)` gathered over its
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -20,6 +21,7 @@ import torch
 from torch import Tensor
 from torch.fx import Graph, Node
 
+from .grid import LANE
 from .private import GroupName, resolve_process_group
 from .redistribute import sent
 
@@ -41,12 +43,19 @@ def _(group: str, device: torch.device) -> Tensor:
     return torch.empty([1], dtype=torch.int64, device=device)
 
 
+def coordinate(group: str, device: torch.device) -> Tensor:
+    """`axis_index`; of a lane (see `LaneGrid`) a constant."""
+    if group.startswith(LANE):
+        return torch.full([1], int(group.split("_")[1]), dtype=torch.int64, device=device)
+    return axis_index(group, device)
+
+
 def chunk(length: int, groups: Sequence[tuple[str, int]], device: torch.device) -> tuple[Tensor | int, int]:
     """(first element, number of elements) of this rank's part of `length` cut over axes, outer first, given as (group
     name, size)."""
     number: Tensor | int = 0
     for name, size in groups:
-        number = number * size + axis_index(name, device).reshape([])
+        number = number * size + coordinate(name, device).reshape([])
         length //= size
     return number * length, length
 
@@ -307,6 +316,34 @@ def mask(x: Tensor, group: str, varying: bool) -> Tensor:
 def exchange(x: Tensor, cut: tuple[int, int], join: tuple[int, int], group: str, size: int) -> Tensor:
     """S -> S': all_to_all; `cut` and `join` are (dim, outer) of the new and the old sharding."""
     return _Exchange.apply(x, cut, join, group, size)
+
+
+# Along the axis of lanes (see `grid.LaneGrid`), where the values of all "ranks" are at hand.
+
+
+def lane_cut(x: Tensor, dim: int, outer: int, lanes: int) -> tuple[Tensor, ...]:
+    """R -> S: each lane's slice."""
+    if outer == 1:
+        return torch.chunk(x, lanes, dim)
+    shape = (*x.shape[:dim], x.shape[dim] // lanes, *x.shape[dim + 1 :])
+    return tuple(part.reshape(shape) for part in split_dim(x, dim, outer, lanes).unbind(dim + 1))
+
+
+def lane_join(parts: Sequence[Tensor], dim: int, outer: int) -> Tensor:
+    """S -> R."""
+    if outer == 1:
+        return torch.cat(list(parts), dim)
+    return join_dim(torch.stack([split_dim(p, dim, outer, 1).squeeze(dim + 1) for p in parts], dim + 1), dim)
+
+
+def lane_sum(parts: Sequence[Tensor]) -> Tensor:
+    """P -> R."""
+    return functools.reduce(torch.add, parts)
+
+
+def lane_embed(x: Tensor, dim: int, outer: int, lanes: int, lane: int) -> Tensor:
+    """S -> P: a lane's slice at its place in zeros."""
+    return lane_join([x if k == lane else torch.zeros_like(x) for k in range(lanes)], dim, outer)
 
 
 def reduce_max(x: Tensor, group: str) -> Tensor:

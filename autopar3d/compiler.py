@@ -32,7 +32,7 @@ from .program import Argument, Program
 from .progress import stage, watching
 from .pytrees import flatten_input
 from .report import make_plan
-from .schedule import scheduled
+from .schedule import in_best_lanes, scheduled
 from .skeleton import Skeleton
 from .step import Options, Step, build_step, differentiated
 from .tree import slot
@@ -58,6 +58,7 @@ def compile(  # noqa: A001  (as torch.compile)
     regather: str = "all",
     hardware: Hardware | str | None = None,
     overlap: bool | str = "auto",
+    lanes: int | str = 1,
     constraints: Mapping[str, str | Layout] | None = None,
     memory_budget: int | None = None,
     plan: Plan | None = None,
@@ -92,6 +93,8 @@ def compile(  # noqa: A001  (as torch.compile)
         hardware: a `Hardware`, a profile's name, or None for the default of the device type.
         overlap: "auto" merges small collectives and orders the graphs so that communication runs beside compute, where
             the predicted time gets shorter; True does so always; False leaves each wait right after its start.
+        lanes: 2 lets each rank go through its part of the batch in two halves, so that one half computes while the
+            other communicates; weights are gathered once for both. "auto" does so where it is predicted to pay.
         constraints: layouts that are decided, by glob: `{"*.fc1.weight": "[z, y]"}` for parameters by name,
             `{"blocks.*.fc1": "[xy, -, z]"}` for the results of modules' ops, as a plan prints them.
         plan: a plan of this model on this grid, from `plan(...)` or `Plan.load(path)`, to be carried out instead of
@@ -125,6 +128,7 @@ def compile(  # noqa: A001  (as torch.compile)
         MixedPrecision.of(mixed_precision),
         constraints,
         memory_budget,
+        lanes,
     )
     compiler = runtime.jointly(
         "compile",
@@ -161,6 +165,7 @@ def simulate(
     regather: str = "all",
     hardware: Hardware | str | None = None,
     overlap: bool | str = "auto",
+    lanes: int | str = 1,
     constraints: Mapping[str, str | Layout] | None = None,
     memory_budget: int | None = None,
     plan: Plan | None = None,
@@ -190,6 +195,7 @@ def simulate(
         MixedPrecision.of(mixed_precision),
         constraints,
         memory_budget,
+        lanes,
     )
     compiler = Compiler(model, _given(grid, world_size), options, hardware, loss_fn, check=check, seed=seed, given=plan)
     compiler.choose_alone(grid, world_size, example_inputs, example_kwargs)
@@ -211,6 +217,7 @@ def plan(
     regather: str = "all",
     hardware: Hardware | str | None = None,
     overlap: bool | str = "auto",
+    lanes: int | str = 1,
     constraints: Mapping[str, str | Layout] | None = None,
     memory_budget: int | None = None,
     plan: Plan | None = None,
@@ -243,6 +250,7 @@ def plan(
         MixedPrecision.of(mixed_precision),
         constraints,
         memory_budget,
+        lanes,
     )
     compiler = Compiler(model, cube, options, hardware, loss_fn, check=check, seed=seed, given=plan)
     compiler.choose_alone(grid, world_size, example_inputs, example_kwargs)
@@ -372,7 +380,7 @@ class Compiler(Engine):
         program, options = self._traced(args, kwargs, modes, trainable)
         places = {a.node: pinned[a.names[0]] for a in program.arguments if a.names[0] in pinned}
         step = build_step(program, self.grid, self.hardware, options, places or None, given=given)
-        step = scheduled(step, options.overlap)
+        step = in_best_lanes(step, options if given is None else replace(options, lanes=given.lanes))
         made = make_plan(step, options=self.options)
         if given is not None:
             check_carried_out(given, made)

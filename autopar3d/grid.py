@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from numbers import Integral
 from typing import TYPE_CHECKING, Any, Union
@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
 AXES = ("x", "y", "z")
+LANE = "lane"  # see `LaneGrid`
 
 GridLike = Union["Grid", Sequence[int], "DeviceMesh", str]
 
@@ -41,6 +42,8 @@ class Grid:
     y: int
     z: int
     ranks: tuple[int, ...] = field(default=(), repr=False)
+
+    lanes = 1  # see `LaneGrid`
 
     def __post_init__(self) -> None:
         for name, size in zip(AXES, (self.x, self.y, self.z), strict=True):
@@ -138,6 +141,10 @@ class Grid:
         suffix = "" if not self.ranks else "_" + "_".join(map(str, self.ranks))
         return f"ap3d_{axis}_{self.x}x{self.y}x{self.z}{suffix}"
 
+    def in_lane(self, lane: int) -> Grid:
+        """The grid as the program of one lane names it; see `LaneGrid`."""
+        return self
+
     def check_world(self, world_size: int) -> None:
         """Raise GridError when the grid does not have exactly `world_size` places."""
         if self.size != world_size:
@@ -149,6 +156,32 @@ class Grid:
 
     def __str__(self) -> str:
         return f"({self.x}, {self.y}, {self.z})"
+
+
+@dataclass(frozen=True)
+class LaneGrid(Grid):
+    """A grid whose ranks each go through their part of the batch in several lanes.
+
+    The lanes of a rank are one more axis, `LANE`: layouts and routes treat it as the others, but its "ranks" are
+    copies of the ops in one local program, so that its collectives are local ops and its index is a constant.
+
+    Args:
+        lanes: how many.
+        lane: the one in whose name groups are looked up.
+    """
+
+    lanes: int = 2
+    lane: int = 0
+
+    @cached_property
+    def _by_axis(self) -> dict[str, int]:
+        return {**dict(zip(AXES, self.sizes, strict=True)), LANE: self.lanes}
+
+    def alias(self, axis: str) -> str:
+        return f"{LANE}_{self.lane}_{self.lanes}" if axis == LANE else super().alias(axis)
+
+    def in_lane(self, lane: int) -> Grid:
+        return replace(self, lane=lane)
 
 
 def factorisations(world_size: int) -> Iterator[tuple[int, int, int]]:

@@ -22,7 +22,7 @@ from .plan import Candidate, Decisions
 from .program import Program
 from .progress import stage
 from .report import make_plan
-from .schedule import scheduled
+from .schedule import in_best_lanes
 from .step import Options, Step, build_step, decide
 from .tables import byte_text, second_text
 from .timeline import timeline
@@ -178,7 +178,7 @@ def distinct(world_size: int, hardware: Hardware) -> Iterator[tuple[Grid, tuple[
 
 def _emit(program: Program, hardware: Hardware, trial: _Trial) -> _Built:
     decided = trial.factors, trial.decisions
-    step = scheduled(build_step(program, trial.grid, hardware, trial.options, decided=decided), trial.options.overlap)
+    step = in_best_lanes(build_step(program, trial.grid, hardware, trial.options, decided=decided), trial.options)
     memory = make_plan(step, options=trial.options).memory if trial.options.memory_budget is not None else {}
     return _Built(trial, step, _seconds(step), memory)
 

@@ -234,6 +234,7 @@ class Plan:
         timeline: what will happen when, predicted; None in a plan from a file.
         candidates: with grid="auto", the grids considered, best first.
         pads: what was made longer (see `padding.Pads`).
+        lanes: parts of the batch that each rank goes through in turn.
         choices: what `explain` looks into; None of a plan that was loaded or copied.
         hash: digest of decisions, layouts and graphs: equal exactly when ranks run the same program.
     """
@@ -269,6 +270,7 @@ class Plan:
     notes: tuple[str, ...] = ()
     candidates: tuple[Candidate, ...] = ()
     pads: tuple[tuple[str, int, int], ...] = ()
+    lanes: int = 1
     timeline: Recording | None = field(default=None, compare=False, repr=False)
     choices: Choices | None = field(default=None, repr=False, compare=False)
 
@@ -279,7 +281,7 @@ class Plan:
     @property
     def digest(self) -> str:
         """Of what the plan decides: equal for plans that are carried out alike."""
-        parts = [self.grid, self.strategies, self.storage, self.copies, self.pads]
+        parts = [self.grid, self.strategies, self.storage, self.copies, self.pads, self.lanes]
         return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()
 
     @property

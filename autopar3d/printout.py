@@ -40,6 +40,8 @@ def render(plan: Plan) -> str:
 def _head(plan: Plan) -> str:
     axes = " ".join(f"{a}={n}" for a, n in zip("xyz", plan.grid, strict=True))
     options = [f"{k} {v}" for k, v in (("scheme", plan.scheme), ("regather", plan.regather)) if v]
+    if plan.lanes > 1:
+        options.append(f"{plan.lanes} lanes")
     if plan.inputs:
         options.append(f"{plan.inputs} inputs")
     where = f"grid {axes}: {plan.devices} device{'s' if plan.devices > 1 else ''}"

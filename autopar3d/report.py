@@ -106,8 +106,14 @@ class _Accountant:
             repeated=self._repeated(),
             without_rule={op: len(nodes) for op, nodes in self.factors.without_rule.items()},
             hash=self._hash(),
-            notes=(*self.program.notes, *self._off_scheme(options), *self._padded()),
+            notes=(
+                *self.program.notes,
+                *self._off_scheme(options),
+                *self._padded(),
+                *([self.step.note] if self.step.note else []),
+            ),
             pads=pads_of(self.factors),
+            lanes=self.step.lanes,
             timeline=predict(dict(zip(("forward", "backward"), self._graphs(), strict=False)), grid, self.hardware),
         )
 

@@ -1,4 +1,4 @@
-"""Applying the last two passes to a step's graphs: bucket and overlap."""
+"""Applying the last two passes to a step's graphs: bucket and overlap; and whether to do so in one lane or in two."""
 
 from __future__ import annotations
 
@@ -7,17 +7,59 @@ from dataclasses import replace
 
 from torch.fx import GraphModule
 
+from .collectives import collectives
+from .errors import PlanError
 from .grid import Grid
 from .hardware import Hardware
 from .passes.bucket import bucket
 from .passes.overlap import overlap
 from .progress import stage
-from .step import Step
+from .step import Options, Step, split_batch
+from .tables import second_text
 from .timeline import timeline
 
 # The predicted peak of memory may rise by this much in all, and by these shares of it for buckets, bold to timid.
 _MEMORY = 0.10
 _BUCKETS = (0.03, 0.01, 0.0)
+
+
+# Two lanes must be predicted to take at most this share of one lane's time: halved ops lose a little that no
+# prediction knows of.
+_GAIN = 0.98
+
+
+def in_best_lanes(step: Step, options: Options) -> Step:
+    """A step of one lane, scheduled, in as many lanes as the options ask for.
+
+    Raises:
+        PlanError: two are asked for, and the batch cannot be split.
+    """
+    if options.lanes not in (1, "auto"):
+        return scheduled(split_batch(step, options, int(options.lanes)), options.overlap)
+    one = scheduled(step, options.overlap)
+    if options.lanes == 1:
+        return one
+    if options.overlap is False:
+        return replace(one, note="lanes: 1, as overlap=False lets nothing run beside anything")
+    if not any(collectives(graph) for graph in _graphs(step)):
+        return one
+    try:
+        two = scheduled(split_batch(step, options, 2), options.overlap)
+    except PlanError as error:
+        return replace(one, note=f"lanes: 1, as {error}")
+    alone, together = _seconds(one), _seconds(two)
+    said = f"predicted to take {second_text(together)} in two lanes and {second_text(alone)} in one"
+    if together <= _GAIN * alone:
+        return replace(two, note=f"lanes: 2, as the step is {said}")
+    return replace(one, note=f"lanes: 1, as the step is {said}")
+
+
+def _graphs(step: Step) -> list[GraphModule]:
+    return [step.runs.forward, *([step.runs.backward] if step.runs.backward is not None else [])]
+
+
+def _seconds(step: Step) -> float:
+    return sum(timeline(g, step.decisions.grid, step.decisions.hardware).seconds for g in _graphs(step))
 
 
 @stage("scheduling")

@@ -14,6 +14,7 @@ from .errors import PlanError
 from .factors import Factors, ValueShape
 from .grid import Grid
 from .hardware import Hardware
+from .lanes import before_lanes, in_lanes
 from .layout import Layout
 from .passes.differentiate import Differentiated, differentiate
 from .passes.propagate import Search, search
@@ -43,6 +44,7 @@ class Options:
     precision: MixedPrecision = MixedPrecision()
     constraints: Mapping[str, str | Layout] | None = None
     memory_budget: int | None = None
+    lanes: int | str = 1
 
     def check(self) -> None:
         """Raise PlanError for a value that is not known."""
@@ -54,6 +56,8 @@ class Options:
             raise PlanError(f"memory_budget={self.memory_budget}: it is a number of bytes per device")
         if self.overlap not in (True, False, "auto"):
             raise PlanError(f"overlap={self.overlap!r} is not known; choose 'auto', True or False")
+        if self.lanes not in (1, 2, "auto") or isinstance(self.lanes, bool):
+            raise PlanError(f"lanes={self.lanes!r} is not known; choose 1, 2 or 'auto'")
         values = [self.outputs] if isinstance(self.outputs, str) else list(self.outputs.values())
         for value in values:
             if value not in OUTPUTS:
@@ -71,6 +75,8 @@ class Step:
         outputs: per result with a node: "global", "sharded" or "buffer".
         lower: numbers of the parameters that enter in another dtype than they are kept in, and which.
         pins, places: what was decided before, and where placeholders were placed before.
+        split: the decisions as they are carried out in lanes; None where there is one lane.
+        note: why there are so many lanes, where that was chosen.
     """
 
     program: Program
@@ -82,6 +88,17 @@ class Step:
     lower: Mapping[int, torch.dtype] = field(default_factory=dict)
     pins: Pins = field(default_factory=Pins)
     places: Mapping[str, State] = field(default_factory=dict)
+    split: Decisions | None = None
+    note: str = ""
+
+    @property
+    def lanes(self) -> int:
+        return self.carried_out.grid.lanes
+
+    @property
+    def carried_out(self) -> Decisions:
+        """The decisions, with the lanes."""
+        return self.split or self.decisions
 
     @property
     def argument_layouts(self) -> tuple[Layout, ...]:
@@ -103,7 +120,7 @@ def build_step(
     decided: tuple[Factors, Decisions] | None = None,
     given: Plan | None = None,
 ) -> Step:
-    """Run the passes after canonicalize.
+    """Run the passes after canonicalize, up to differentiate, in one lane.
 
     Args:
         pinned: layouts of parameters, and of inputs, that are decided already, by placeholder name.
@@ -115,7 +132,6 @@ def build_step(
         PlanError: unknown options; or `strict` and something is kept whole or has no rule; or constraints, or a plan,
             that do not fit.
     """
-    modes = output_modes(program, options)
     factors, places = (decided[0], {}) if decided else _with_places(program, grid, pinned or {})
     if given is not None:
         pins = pins_from(given, program, grid)
@@ -129,14 +145,42 @@ def build_step(
     decisions = _place_inputs(program, factors, decisions, places, sharded=options.inputs == "sharded")
     if options.strict:
         _refuse_whole(factors, decisions)
+    return _emitted(program, factors, decisions, options, pins, places, seeds)
+
+
+def split_batch(step: Step, options: Options, lanes: int) -> Step:
+    """The same step in several lanes.
+
+    Raises:
+        PlanError: the batch cannot be split.
+    """
+    program, factors, decisions, places = step.program, step.factors, step.decisions, step.places
+    split = in_lanes(program, factors, decisions, lanes)
+    if options.inputs == "global":
+        split = _place_inputs(program, factors, split, places, sharded=False)
+    decisions = replace(decisions, storage=split.storage)
+    return _emitted(program, factors, decisions, options, step.pins, places, None, split)
+
+
+def _emitted(
+    program: Program,
+    factors: Factors,
+    decisions: Decisions,
+    options: Options,
+    pins: Pins,
+    places: Mapping[str, State],
+    seeds: tuple[int, ...] | None,
+    split: Decisions | None = None,
+) -> Step:
+    modes = output_modes(program, options)
     with stage("rewriting"):
-        local = rewrite(program, factors, decisions, regather=options.regather)
+        local = rewrite(program, factors, split or decisions, regather=options.regather)
     with_node = [m for m, r in zip(modes, program.results, strict=True) if r.node is not None]
     runs = differentiated(program, local, options, default_seeds(program) if seeds is None else seeds)
     local = replace(local, movements=tuple(_repeated(local.movements, runs)))
     low = options.precision.parameters
     lower = {i: low for i, a in enumerate(program.arguments) if a.stored is not None and low is not None}
-    return Step(program, factors, decisions, local, runs, tuple(with_node), lower, pins, places)
+    return Step(program, factors, decisions, local, runs, tuple(with_node), lower, pins, places, split)
 
 
 @stage("differentiating")
@@ -320,7 +364,7 @@ def _place_inputs(
                 state = State((state.atoms[0], *((),) * (len(shape.atoms) - 1)))
             # Pads are added inside the graph, to what enters whole.
             state = State(tuple(() if i in shape.pads else axes for i, axes in enumerate(state.atoms)), state.partial)
-            wanted.add(state)
+            wanted.add(before_lanes(state))
         if len(wanted) == 1 and not next(iter(wanted)).partial and (not sharded or (shape.dims and shape.dims[0])):
             storage[argument.node] = wanted.pop()
     return replace(decisions, storage=storage)

@@ -16,9 +16,24 @@ import torch
 from torch.fx import Graph, GraphModule, Node
 from torch.fx.node import map_arg
 
-from autopar3d.collectives import cut, embed, exchange, fork, gather, mask, reduce, regroup, scatter, unfork
+from autopar3d.collectives import (
+    cut,
+    embed,
+    exchange,
+    fork,
+    gather,
+    lane_cut,
+    lane_embed,
+    lane_join,
+    lane_sum,
+    mask,
+    reduce,
+    regroup,
+    scatter,
+    unfork,
+)
 from autopar3d.factors import Factors, ValueShape, is_getitem
-from autopar3d.grid import Grid
+from autopar3d.grid import LANE, Grid
 from autopar3d.layout import Layout
 from autopar3d.pads import add_pads, fill_pads, trim_pads
 from autopar3d.plan import Decisions
@@ -50,6 +65,10 @@ class Movement:
     node: str = ""
 
 
+# A value in one placement: per lane its local node. Where the lanes are not over it, all have the same one.
+_Lanes = tuple[Node, ...]
+
+
 @dataclass(frozen=True)
 class LocalProgram:
     """The program of one rank, before differentiation.
@@ -68,7 +87,10 @@ class LocalProgram:
 
 
 def rewrite(program: Program, factors: Factors, decisions: Decisions, *, regather: str = "all") -> LocalProgram:
-    """Carry out the decisions. `regather` says which gathered copies are dropped after forward."""
+    """Carry out the decisions. `regather` says which gathered copies are dropped after forward.
+
+    Where the decisions' grid has lanes, what lies along them is there once per lane.
+    """
     return _Rewriter(program, factors, decisions, regather).run()
 
 
@@ -80,11 +102,12 @@ class _Rewriter:
         self.graph = Graph()
         self.grads = gradients(program)
         self.needed_again = regathered(program, self.grads, readings(program))
-        self.placed: dict[tuple[Node, State], Node] = {}  # a value in a placement -> local node
+        self.placed: dict[tuple[Node, State], _Lanes] = {}  # a value in a placement
         self.home: dict[Node, State] = {}
-        self.ops: dict[Node, Node] = {}  # global op -> local op (for getitems)
+        self.ops: dict[Node, _Lanes] = {}  # global op -> local ops (for getitems)
         self.movements: list[Movement] = []
         self.numbers: dict[Node, int] = {}  # local node of a movement -> its number
+        self.between: set[Node] = set()  # local nodes that take values from lane to lane
         self.again: set[int] = set()  # movements whose result some backward needs
 
     def run(self) -> LocalProgram:
@@ -108,8 +131,8 @@ class _Rewriter:
         """Drop copies that no reader took after all (it may have found its placement made already)."""
         dead = set()
         for node in reversed(self.graph.nodes):
-            if node in self.numbers and not node.users:
-                dead.add(self.numbers[node])
+            if (node in self.numbers or node in self.between) and not node.users:
+                dead.update([self.numbers[node]] if node in self.numbers else [])
                 self.graph.erase_node(node)
         return dead
 
@@ -131,9 +154,9 @@ class _Rewriter:
         layout = self._layout(node, state)
         local.meta = {"shape": layout.local_shape(node.meta["val"].shape, self.grid)}
         pads = self.factors.values[node].pads if node in self.factors.values else ()
-        self._arrive(node, state, self._resized(add_pads, node, state, local, pads, node))
+        self._arrive(node, state, (self._resized(add_pads, node, state, local, pads, node),) * self.grid.lanes)
 
-    def _arrive(self, value: Node, state: State, local: Node) -> None:
+    def _arrive(self, value: Node, state: State, local: _Lanes) -> None:
         self.home[value] = state
         self.placed[value, state] = local
 
@@ -176,42 +199,59 @@ class _Rewriter:
     def _op(self, node: Node) -> None:
         spec = self.factors.specs[node]
         strategy = self.decisions.strategies[node.name]
-        local_operands: dict[int, Node] = {}
+        lanes = range(self.grid.lanes if LANE in strategy.axes else 1)
+        read: list[list[Node]] = [[] for _ in lanes]
         for i, operand in enumerate(operands(node)):
-            target = needed(spec, strategy, i, grad=operand in self.grads)
-            local = self._read(operand, target, Slot(node, i))
-            trimmed = reversed(self._true_atoms(operand, spec, spec.inputs[i]))
-            local = self._resized(trim_pads, operand, target, local, list(trimmed), node)
-            local_operands[i] = self._filled(node, spec, i, target, local)
-        # Two operands may be one global node in two placements, so they are told apart by their number.
-        order = iter(range(len(local_operands)))
-        args, kwargs = map_arg(
-            (node.args, dict(node.kwargs)),
-            lambda n: local_operands[next(order)] if isinstance(n.meta.get("val"), torch.Tensor) else self.ops[n],
-        )
-        op = LocalOp(node, spec, strategy.axes_of, self.grid, args, kwargs)
-        if spec.exchange is not None:
-            self._inside(node, spec.exchange(op))
-        call: Any
-        call, args, kwargs = spec.lower(op) if spec.lower else (node.target, args, kwargs)
-        local = self.graph.call_function(call, tuple(args), dict(kwargs), name=node.name)
-        local.meta = self._meta(node)
-        self.ops[node] = local
+            # The copies of a value that the lanes read are one node, whose gradient autograd adds up.
+            target = _without_lanes_varying(needed(spec, strategy, i, grad=operand in self.grads))
+            found = self._read(operand, target, Slot(node, i))
+            trimmed = list(reversed(self._true_atoms(operand, spec, spec.inputs[i])))
+            for k in lanes:
+                local = self._resized(trim_pads, operand, target, found[k], trimmed, node)
+                read[k].append(self._filled(node, spec, i, target, local))
+        arguments = tuple(self._arguments(node, read[k], k) for k in lanes)
+        made = []
+        for k, (args, kwargs) in enumerate(arguments):
+            grid = self.grid.in_lane(k)
+            op = LocalOp(node, spec, strategy.axes_of, grid, args, kwargs, arguments if len(lanes) > 1 else ())
+            if spec.exchange is not None:
+                self._inside(node, spec.exchange(op))
+            call: Any
+            call, args, kwargs = spec.lower(op) if spec.lower else (node.target, args, kwargs)
+            made.append(self.graph.call_function(call, tuple(args), dict(kwargs), name=_named(node.name, k)))
+            made[-1].meta = self._meta(node)
+        self.ops[node] = self._all(made)
         if isinstance(node.meta["val"], torch.Tensor):
-            self._arrive(node, *self._result(node, node, spec, strategy, 0, local))
+            self._arrive(node, *self._result(node, node, spec, strategy, 0, made))
             return
         for user in node.users:
             if is_getitem(user) and isinstance(user.meta.get("val"), torch.Tensor):
-                item = self.graph.call_function(operator.getitem, (local, user.args[1]), name=user.name)
-                item.meta = self._meta(node)
-                self._arrive(user, *self._result(user, node, spec, strategy, int(user.args[1]), item))  # type: ignore[arg-type]
+                number = int(user.args[1])  # type: ignore[arg-type]
+                items = []
+                for k, local in enumerate(made):
+                    items.append(self.graph.call_function(operator.getitem, (local, number), name=_named(user.name, k)))
+                    items[-1].meta = self._meta(node)
+                self._arrive(user, *self._result(user, node, spec, strategy, number, items))
+
+    def _all(self, made: Sequence[Node]) -> _Lanes:
+        """What all lanes have, of what each of them made, or one for all."""
+        return tuple(made) if len(made) > 1 else (made[0],) * self.grid.lanes
+
+    def _arguments(self, node: Node, read: list[Node], lane: int) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        # Two operands may be one global node in two placements, so they are told apart by their number.
+        order = iter(read)
+        args, kwargs = map_arg(
+            (node.args, dict(node.kwargs)),
+            lambda n: next(order) if isinstance(n.meta.get("val"), torch.Tensor) else self.ops[n][lane],
+        )
+        return args, kwargs
 
     def _result(
-        self, value: Node, node: Node, spec: OpSpec, strategy: Strategy, number: int, local: Node
-    ) -> tuple[State, Node]:
+        self, value: Node, node: Node, spec: OpSpec, strategy: Strategy, number: int, made: list[Node]
+    ) -> tuple[State, _Lanes]:
         state = given(spec, strategy, number)
         atoms = self._true_atoms(value, spec, spec.outputs[number])
-        return state, self._resized(add_pads, value, state, local, atoms, node)
+        return state, self._all([self._resized(add_pads, value, state, local, atoms, node) for local in made])
 
     def _inside(self, node: Node, exchanges: list[Exchange]) -> None:
         dtype = next(r.dtype for r in results(node) if r is not None)
@@ -230,26 +270,67 @@ class _Rewriter:
 
     # -- moving values ------------------------------------------------------------------------------
 
-    def _read(self, value: Node, target: State, slot: Slot) -> Node:
+    def _read(self, value: Node, target: State, slot: Slot) -> _Lanes:
         start = self.home[value]
         for stop in self.decisions.way(value.name, slot.reader.name if slot.reader else "", slot.operand):
             self._move(value, start, stop, slot)
             start = stop
         return self._move(value, start, target, slot)
 
-    def _move(self, value: Node, start: State, target: State, slot: Slot) -> Node:
+    def _move(self, value: Node, start: State, target: State, slot: Slot) -> _Lanes:
         now, local = start, self.placed[value, start]
         for step in route(start, target):
             known = self.placed.get((value, step.after))
             if known is None:
-                known = self._emit(value, now, step, local, slot.reader)
+                known = self._step(value, now, step, local, slot.reader)
                 self.placed[value, step.after] = known
-            if slot in self.needed_again and known in self.numbers:
-                self.again.add(self.numbers[known])
+            if slot in self.needed_again:
+                self.again.update(self.numbers[n] for n in known if n in self.numbers)
             now, local = step.after, known
         return local
 
-    def _emit(self, value: Node, before: State, step: Step, local: Node, reader: Node | None) -> Node:
+    def _step(self, value: Node, before: State, step: Step, local: _Lanes, reader: Node | None) -> _Lanes:
+        if step.axis == LANE:
+            return self._across_lanes(value, before, step, local, reader)
+        made: dict[Node, Node] = {}
+        for k, node in enumerate(local):
+            if node not in made:
+                made[node] = self._emit(value, before, step, node, reader, k)
+        return tuple(made[node] for node in local)
+
+    def _across_lanes(self, value: Node, before: State, step: Step, local: _Lanes, reader: Node | None) -> _Lanes:
+        """A step along the axis of lanes: local ops from one lane's values to another's."""
+        shape, lanes = self.factors.values[value], self.grid.lanes
+
+        def make(how: Callable[..., Any], *args: Any, lane: int = 0) -> Node:
+            name = _named(f"{value.name}_{getattr(how, '__name__', 'lane').removeprefix('lane_')}_lanes", lane)
+            node = self.graph.call_function(how, args, name=name)
+            node.meta = self._meta(reader or value)
+            self.between.add(node)
+            return node
+
+        def cut_over(whole: Node, state: State, atom: int) -> _Lanes:
+            parts = make(lane_cut, whole, *self._where(shape, state, atom), lanes)
+            return tuple(make(operator.getitem, parts, k, lane=k) for k in range(lanes))
+
+        if step.kind == "cut":
+            return cut_over(local[0], before, step.atom)
+        if step.kind == "gather":
+            return (make(lane_join, local, *self._where(shape, step.after, step.atom)),) * lanes
+        if step.kind == "reduce":
+            return (make(lane_sum, local),) * lanes
+        if step.kind == "scatter":
+            return cut_over(make(lane_sum, local), before, step.atom)
+        if step.kind == "exchange":
+            whole = make(lane_join, local, *self._where(shape, step.after, step.atom))
+            return cut_over(whole, before, step.to)
+        if step.kind == "embed":
+            where = self._where(shape, step.after, step.atom)
+            return tuple(make(lane_embed, n, *where, lanes, k, lane=k) for k, n in enumerate(local))
+        assert step.kind == "mask", step  # the lanes never make a value vary, see `_op`
+        return (local[0], *(make(torch.zeros_like, n, lane=k + 1) for k, n in enumerate(local[1:])))
+
+    def _emit(self, value: Node, before: State, step: Step, local: Node, reader: Node | None, lane: int) -> Node:
         shape = self.factors.values[value]
         group, size = self.grid.alias(step.axis), self.grid.axis_size(step.axis)
         function: Callable[..., Any]
@@ -278,7 +359,8 @@ class _Rewriter:
             function, args = mask, (group, step.varying)
         else:
             function, args = {"fork": fork, "unfork": unfork}[step.kind], (group,)
-        node = self.graph.call_function(function, (local, *args), name=f"{value.name}_{step.kind}_{step.axis}")
+        name = _named(f"{value.name}_{step.kind}_{step.axis}", lane)
+        node = self.graph.call_function(function, (local, *args), name=name)
         # Finishing a sum belongs to the op that left it; what else is moved, to the op that wants it so.
         finishing = step.kind in ("scatter", "reduce") and value.op != "placeholder"
         origin = value if reader is None or finishing else reader
@@ -333,6 +415,14 @@ class _Rewriter:
             assert state is not None
             local = self._read(value, state, Slot(None, i))
             pads = self.factors.values[value].pads
-            nodes.append(self._resized(trim_pads, value, state, local, pads[::-1], value))
+            nodes.append(self._resized(trim_pads, value, state, local[0], pads[::-1], value))
             layouts.append(self._layout(value, state))
         return nodes, layouts
+
+
+def _named(name: str, lane: int) -> str:
+    return f"{name}_lane{lane}" if lane else name
+
+
+def _without_lanes_varying(state: State) -> State:
+    return state._replace(varying=tuple(a for a in state.varying if a != LANE))

@@ -105,6 +105,7 @@ def _model_arguments(to: argparse.ArgumentParser) -> None:
     to.add_argument(
         "--overlap", default="auto", choices=["auto", "on", "off"], help="order for overlap (default: auto)"
     )
+    to.add_argument("--lanes", default="1", choices=["1", "2", "auto"], help="parts of the batch (default: 1)")
     to.add_argument("--strict", action="store_true", help="fail when something is kept whole or has no rule")
     to.add_argument("--seed", type=int, default=0, help="of dropout and of meta models (default: 0)")
 

@@ -109,6 +109,7 @@ def _shared(options: argparse.Namespace) -> dict[str, Any]:
         "regather": options.regather,
         "hardware": options.hardware,
         "overlap": {"auto": "auto", "on": True, "off": False}[options.overlap],
+        "lanes": "auto" if options.lanes == "auto" else int(options.lanes),
         "strict": options.strict,
         "seed": options.seed,
     }

@@ -24,7 +24,7 @@ from torch.fx import Node
 
 from ..errors import RuleError
 from ..functions import TENSOR, FunctionCall
-from ..grid import Grid
+from ..grid import LANE, Grid
 
 Dims = tuple[tuple[str, ...], ...]  # per dim of a tensor, its factors, outer first
 Lowered = tuple[Any, tuple[Any, ...], dict[str, Any]]  # target, args, kwargs of the local node
@@ -107,6 +107,7 @@ class LocalOp:
         axes_of: per factor the axes over it, outer first.
         args, kwargs: as the node's, with local operands in place of global ones.
         grid: sizes and group names.
+        in_lanes: where the op runs in lanes (see `LaneGrid`), (args, kwargs) as they are in each of them.
     """
 
     node: Node
@@ -115,6 +116,7 @@ class LocalOp:
     grid: Grid
     args: tuple[Any, ...] = ()
     kwargs: Mapping[str, Any] = field(default_factory=dict)
+    in_lanes: tuple[tuple[tuple[Any, ...], Mapping[str, Any]], ...] = ()
 
     def pieces(self, factor: str) -> tuple[str, ...]:
         """The finer factors that stand for one factor of the rule."""
@@ -127,6 +129,16 @@ class LocalOp:
     def groups(self, *factors: str) -> list[tuple[str, int]]:
         """(group name, size) for each of `axes(*factors)`."""
         return [(self.grid.alias(a), self.grid.axis_size(a)) for a in self.axes(*factors)]
+
+    def ranks(self, *factors: str) -> list[tuple[str, int]]:
+        """`groups` without that of the lanes: of a lowering that takes what it needs from `in_lanes`."""
+        return [(self.grid.alias(a), self.grid.axis_size(a)) for a in self.axes(*factors) if a != LANE]
+
+    def every_lane(self, name: str) -> list[Any]:
+        """The operand of that name in the op's schema, in each lane."""
+        lanes = self.in_lanes or ((self.args, self.kwargs),)
+        names = [a.name for a in self.node.target._schema.arguments]  # type: ignore[union-attr]
+        return [kwargs[name] if name in kwargs else args[names.index(name)] for args, kwargs in lanes]
 
     def size(self, factor: str) -> int:
         """Global length, without pads."""

@@ -5,7 +5,9 @@ cross_entropy over sharded classes exchanges, per row, the largest logit and one
 
 from __future__ import annotations
 
+import functools
 import math
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -13,6 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.fx import Node
 
+from ..grid import LANE
 from .core import RULES, Dims, Exchange, LocalOp, Lowered, OpSpec, argument, operands, whole_spec
 from .lowering import (
     Groups,
@@ -95,6 +98,9 @@ def _lower_elementwise(op: LocalOp) -> Lowered:
 
 # -- class losses --------------------------------------------------------------------------------------------
 
+# Whose valid rows are counted: the targets here, of all lanes, and the axes along which ranks have others.
+Counted = tuple[Sequence[Tensor], Groups]
+
 
 def _picked(x: Tensor, target: Tensor, class_dim: int, classes: Pieces, count: int) -> Tensor:
     """The entry of each row's target class, zero where another rank holds it."""
@@ -104,7 +110,7 @@ def _picked(x: Tensor, target: Tensor, class_dim: int, classes: Pieces, count: i
 
 
 def _finish(
-    rows: Tensor, target: Tensor, weight: Tensor | None, reduction: int, ignore: int, row_groups: Groups
+    rows: Tensor, target: Tensor, weight: Tensor | None, reduction: int, ignore: int, counted: Counted
 ) -> Tensor:
     """Reduce the rows' losses. A mean divides by the number (or weight) of all valid rows of all ranks."""
     valid = target != ignore
@@ -113,26 +119,30 @@ def _finish(
         return rows
     if reduction == SUM:
         return rows.sum()
-    return rows.sum() / valid_rows(target, weight, rows.dtype, ignore, row_groups)
+    return rows.sum() / valid_rows(weight, rows.dtype, ignore, counted)
 
 
-def valid_rows(target: Tensor, weight: Tensor | None, dtype: torch.dtype, ignore: int, row_groups: Groups) -> Tensor:
+def valid_rows(weight: Tensor | None, dtype: torch.dtype, ignore: int, counted: Counted) -> Tensor:
     """Number (or summed class weight) of the rows that are not ignored, over all ranks."""
-    valid = target != ignore
-    here = valid.to(dtype)
-    if weight is not None:
-        here = here * weight.detach().to(dtype)[torch.where(valid, target, torch.zeros_like(target))]
-    return psum(here.sum(), row_groups, varying=True)
+    targets, row_groups = counted
+    found = []
+    for target in targets:
+        valid = target != ignore
+        here = valid.to(dtype)
+        if weight is not None:
+            here = here * weight.detach().to(dtype)[torch.where(valid, target, torch.zeros_like(target))]
+        found.append(here.sum())
+    return psum(functools.reduce(torch.add, found), row_groups, varying=True)
 
 
 def cross_entropy_rows(
-    x: Tensor, target: Tensor, weight: Tensor | None, ignore: int, smoothing: float, row_groups: Groups
+    x: Tensor, target: Tensor, weight: Tensor | None, ignore: int, smoothing: float, counted: Counted
 ) -> Tensor:
     """The mean of cross_entropy where rows are split over the groups: this rank's share of it."""
     wide = widen(x)
     w = None if weight is None else weight.to(wide.dtype)
     total = F.cross_entropy(wide, target, w, ignore_index=ignore, reduction="sum", label_smoothing=smoothing)
-    return (total / valid_rows(target, weight, wide.dtype, ignore, row_groups)).to(x.dtype)
+    return (total / valid_rows(weight, wide.dtype, ignore, counted)).to(x.dtype)
 
 
 def cross_entropy_classes(
@@ -144,7 +154,7 @@ def cross_entropy_classes(
     smoothing: float,
     classes: Pieces,
     count: int,
-    row_groups: Groups,
+    counted: Counted,
 ) -> Tensor:
     """cross_entropy where the classes are split: each row's maximum, then its sums, are exchanged.
 
@@ -174,7 +184,7 @@ def cross_entropy_classes(
     if smoothing:
         spread = smoothing / math.prod(n for n, _ in classes)
         rows = (1 - smoothing) * rows + spread * (total * log_total - sums[2])
-    return _finish(rows, target, weight, reduction, ignore, row_groups).to(x.dtype)
+    return _finish(rows, target, weight, reduction, ignore, counted).to(x.dtype)
 
 
 def nll_part(
@@ -185,14 +195,14 @@ def nll_part(
     ignore: int,
     classes: Pieces,
     count: int,
-    row_groups: Groups,
+    counted: Counted,
 ) -> Tensor:
     """nll_loss of some rows and classes: a row counts where its target class is."""
     safe = torch.where(target != ignore, target, torch.zeros_like(target))
     rows = -_picked(widen(x), safe, 1 if x.dim() > 1 else 0, classes, count)
     if weight is not None:
         rows = rows * weight.detach().to(rows.dtype)[safe]
-    return _finish(rows, target, weight, reduction, ignore, row_groups).to(x.dtype)
+    return _finish(rows, target, weight, reduction, ignore, counted).to(x.dtype)
 
 
 def probability_rows(x: Tensor, target: Tensor, weight: Tensor | None, smoothing: float, count: int) -> Tensor:
@@ -252,31 +262,38 @@ def _counted(op: LocalOp) -> list[str]:
     return _rows(op) if argument(op.node, "reduction") == MEAN and not target.is_floating_point() else []
 
 
+def _counts(op: LocalOp) -> tuple[Any, ...]:
+    """The `Counted` of an op."""
+    factors = _counted(op)
+    in_lanes = any(a == LANE for a in op.axes(*factors))
+    return op.every_lane("target") if in_lanes else [given(op, "target")], op.ranks(*factors)
+
+
 def _lower_cross_entropy(op: LocalOp) -> Lowered:
     reduction, smoothing = int(argument(op.node, "reduction")), float(argument(op.node, "label_smoothing"))
     operand = (given(op, "self"), given(op, "target"), given(op, "weight"))
     ignore = int(argument(op.node, "ignore_index"))
     if not op.single("c"):
-        how = (reduction, ignore, smoothing, pieces_of(op, "c"), op.size("c"), op.groups(*_counted(op)))
+        how = (reduction, ignore, smoothing, pieces_of(op, "c"), op.size("c"), _counts(op))
         return cross_entropy_classes, (*operand, *how), {}
     if reduction != MEAN or not op.groups(*_rows(op)):
         return op.node.target, op.args, dict(op.kwargs)
     if operands(op.node)[1].meta["val"].is_floating_point():
         return probability_rows, (*operand, smoothing, math.prod(op.size(r) for r in _rows(op))), {}
-    return cross_entropy_rows, (*operand, ignore, smoothing, op.groups(*_rows(op))), {}
+    return cross_entropy_rows, (*operand, ignore, smoothing, _counts(op)), {}
 
 
 def _lower_nll(op: LocalOp) -> Lowered:
-    reduction, groups = int(argument(op.node, "reduction")), op.groups(*_counted(op))
-    if op.single("c") and not groups:
+    reduction = int(argument(op.node, "reduction"))
+    if op.single("c") and not op.groups(*_counted(op)):
         return op.node.target, op.args, dict(op.kwargs)
     operand = (given(op, "self"), given(op, "target"), given(op, "weight"))
     ignore = int(argument(op.node, "ignore_index"))
-    return nll_part, (*operand, reduction, ignore, pieces_of(op, "c"), op.size("c"), groups), {}
+    return nll_part, (*operand, reduction, ignore, pieces_of(op, "c"), op.size("c"), _counts(op)), {}
 
 
 def _exchange_class_loss(op: LocalOp) -> list[Exchange]:
-    found = all_reduces(op, _counted(op), 1)
+    found = [e for e in all_reduces(op, _counted(op), 1) if e.axis != LANE]
     if op.node.target is aten.cross_entropy_loss.default and not op.single("c"):
         rows = math.prod(op.in_shape(1))
         sums = 3 if argument(op.node, "label_smoothing") else 2

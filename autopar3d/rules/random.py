@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.fx import Node
 
-from ..collectives import axis_index
+from ..collectives import coordinate
 from ..counter import draw_op, row_width
 from .core import RULES, LocalOp, Lowered, OpSpec, argument, results
 from .pointwise import pointwise
@@ -35,7 +35,7 @@ def draw_part(
 ) -> Tensor:
     """The local part of a draw; `axes` are (group name, how far one step along it is)."""
     # On the CPU, where the number is read when the draw is launched.
-    at = [axis_index(group, torch.device("cpu")) for group, _ in axes]
+    at = [coordinate(group, torch.device("cpu")) for group, _ in axes]
     part = draw(key, number, what, p, size, dtype, device, width, stride, at, [weight for _, weight in axes])
     return part if list(shape) == list(size) else part.reshape(list(shape))
 
