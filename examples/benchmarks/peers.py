@@ -210,7 +210,9 @@ def hardware_of(rate: float | None) -> Hardware:
     return Hardware("cluster", {"": 1.5e10}, 4.0e9, link, link, 1 << 30, "order of magnitude of the machine")
 
 
-def ours(hidden: int, grid: tuple[int, int, int], rate: float | None, regather: str, overlap: bool) -> System:
+def ours(
+    hidden: int, grid: tuple[int, int, int], rate: float | None, regather: str, overlap: bool, lanes: int = 1
+) -> System:
     batch = batch_of(hidden)
     par = autopar3d.compile(
         GPT(config_of(hidden)),
@@ -219,22 +221,24 @@ def ours(hidden: int, grid: tuple[int, int, int], rate: float | None, regather: 
         hardware=hardware_of(rate),
         regather=regather,
         overlap="auto" if overlap else False,
+        lanes=lanes,
     )
-    name = f"autopar3d {grid[0]}x{grid[1]}x{grid[2]}{'' if overlap else ', no overlap'}"
+    end = "" if overlap else ", no overlap"
+    name = f"autopar3d {grid[0]}x{grid[1]}x{grid[2]}{', two lanes' if lanes == 2 else end}"
     about = f"regather={regather}, {sum(par.plan.bytes.values()) / 1e6:.1f} MB, {par.plan.seconds:.2f} s predicted"
     return System(name, Trainer(par, batch), about)
 
 
-def best(hidden: int, rate: float | None) -> tuple[tuple[int, int, int], str]:
-    """The grid and regather of the shortest predicted step; found by rank 0, the others need not plan too."""
+def best(hidden: int, rate: float | None, lanes: int | str) -> tuple[tuple[int, int, int], str, int]:
+    """Grid, regather and lanes of the shortest predicted step; found by rank 0, the others need not plan too."""
     choice: list[Any] = [None]
     if dist.get_rank() == 0:
         with torch.device("meta"):
             model, batch = GPT(config_of(hidden)), tuple(torch.empty_like(x) for x in batch_of(hidden))
         how = {"hardware": hardware_of(rate), "world_size": dist.get_world_size()}
-        plans = {r: autopar3d.plan(model, "auto", batch, regather=r, **how) for r in ("all", "none")}
+        plans = {r: autopar3d.plan(model, "auto", batch, regather=r, lanes=lanes, **how) for r in ("all", "none")}
         regather = min(plans, key=lambda r: plans[r].seconds)
-        choice = [(plans[regather].grid, regather)]
+        choice = [(plans[regather].grid, regather, plans[regather].lanes)]
     dist.broadcast_object_list(choice)
     return choice[0]
 
@@ -252,15 +256,17 @@ def systems(hidden: int, rate: float | None, wanted: str) -> list[System]:
         for grid in GRIDS:
             name = "x".join(map(str, grid)) + end
             found.append((name, lambda g=grid, o=overlap: ours(hidden, g, rate, "none", o)))  # type: ignore[misc]
+            if overlap:
+                found.append((f"{name}-lanes", lambda g=grid: ours(hidden, g, rate, "none", True, 2)))  # type: ignore[misc]
 
         def auto(overlap: bool = overlap) -> System:
-            grid, regather = best(hidden, rate)
-            made = ours(hidden, grid, rate, regather, overlap)
-            size = "x".join(map(str, grid))
+            grid, regather, lanes = best(hidden, rate, "auto" if overlap else 1)
+            made = ours(hidden, grid, rate, regather, overlap, lanes)
+            size = "x".join(map(str, grid)) + (", two lanes" if lanes == 2 else "")
             return System(f"autopar3d auto{'' if overlap else ', no overlap'}", made.train, f"{size}, {made.about}")
 
         found.append((f"auto{end}", auto))
-    names = [n for n, _ in found] if wanted == "all" else wanted.split(",")
+    names = [n for n, _ in found if not n.endswith("-lanes")] if wanted == "all" else wanted.split(",")
     made = []
     for name in names:
         began = time.perf_counter()
@@ -355,7 +361,7 @@ def main() -> None:
     one.add_argument("hidden", type=int, choices=SHAPES)
     one.add_argument("--rate", type=float, help="of the links, in Mbit/s: what plans are made for")
     one.add_argument("--repeats", type=int, default=7)
-    one.add_argument("--systems", default="all", help="such as ddp,tp,fsdp2xtp4,2x4x1,2x4x1-off,auto")
+    one.add_argument("--systems", default="all", help="such as ddp,tp,fsdp2xtp4,2x4x1,2x4x1-off,2x4x1-lanes,auto")
     one.add_argument("--out", help="where rank 0 writes JSON")
     several = commands.add_parser("report", help="tables of files that `run` wrote")
     several.add_argument("files", nargs="+")
