@@ -23,7 +23,7 @@ def _draw(what: str, shape: list[int]) -> OneOp:
 def _part(one: OneOp, grid: Grid, strategy: Strategy, rank: int, monkeypatch: pytest.MonkeyPatch) -> torch.Tensor:
     """What the lowering computes on a rank."""
     at = {grid.alias(a): c for a, c in grid.coordinates(rank).items()}
-    monkeypatch.setattr("autopar3d.rules.random.axis_index", lambda group, device: torch.tensor([at[group]]))
+    monkeypatch.setattr("autopar3d.rules.random.coordinate", lambda group, device: torch.tensor([at[group]]))
     key = one.inputs[0]
     op = LocalOp(one.node, one.spec, strategy.axes_of, grid, (key, *one.node.args[1:]))
     assert one.spec.lower is not None
