@@ -21,9 +21,11 @@ def decompositions(graph: Graph) -> dict[Any, Callable[..., Any]]:
     Composite ops without a rule are taken apart (`multiply`, `tensordot`, an LSTM). What has a rule, and what
     autograd treats whole, stays whole.
     """
-    # torch 2.13 loses the dropout of a recurrent layer when it takes one apart: those stay, and are refused later.
+    # torch 2.13 loses the dropout of a recurrent layer when it takes one apart. Of packed sequences those stay whole,
+    # and are refused later.
     dropping = {n.target for n in graph.nodes if n.op == "call_function" and _drops(n)}
     table = {op: parts for op, parts in _composite().items() if op not in dropping and rule_for(op) is None}
+    table |= {op: functools.partial(_recurrent, op, _composite()[op]) for op in dropping & _RECURRENT}
     # This one changes its running statistics without saying so in its schema: export would lose the change.
     norm = torch.ops.aten.instance_norm.default
     if any(call.args[3] is not None for call in graph.find_nodes(op="call_function", target=norm)):
@@ -44,6 +46,40 @@ def _drops(node: Node) -> bool:
     names = [a.name for a in node.target._schema.arguments] if hasattr(node.target, "_schema") else []
     given = {**dict(zip(names, node.args, strict=False)), **node.kwargs}
     return "num_layers" in names and bool(given.get("dropout")) and bool(given.get("train"))
+
+
+_RECURRENT = {torch.ops.aten.lstm.input, torch.ops.aten.gru.input}
+_RECURRENT |= {torch.ops.aten.rnn_tanh.input, torch.ops.aten.rnn_relu.input}
+
+
+def _recurrent(
+    op: Any,
+    parts: Callable[..., Any],
+    x: Tensor,
+    hx: Any,
+    params: list[Tensor],
+    has_biases: bool,
+    num_layers: int,
+    dropout: float,
+    train: bool,
+    bidirectional: bool,
+    batch_first: bool,
+) -> tuple[Tensor, ...]:
+    """A recurrent layer, taken apart: one of several with dropout between them, into these and the dropouts."""
+    how = (train, bidirectional, batch_first)
+    if num_layers == 1 or not dropout or not train:
+        return parts(x, hx, params, has_biases, num_layers, 0.0, *how)
+    states = list(hx) if isinstance(hx, (list, tuple)) else [hx]
+    width, each = 2 if bidirectional else 1, len(params) // num_layers
+    last: list[tuple[Tensor, ...]] = []
+    for layer in range(num_layers):
+        if layer:
+            x = torch.nn.functional.dropout(x, dropout, train)
+        own = [s[layer * width : (layer + 1) * width] for s in states]
+        begin = own if isinstance(hx, (list, tuple)) else own[0]
+        x, *ends = op(x, begin, params[layer * each : (layer + 1) * each], has_biases, 1, 0.0, *how)
+        last.append(tuple(ends))
+    return x, *(torch.cat(ends) for ends in zip(*last, strict=True))
 
 
 def _instance_norm(

@@ -26,6 +26,7 @@ from .layout import Layout
 from .lockstep import run_lockstep
 from .passes.differentiate import Differentiated
 from .precision import ambient, autocast
+from .private import keeps_graph
 from .step import Step
 
 
@@ -146,10 +147,11 @@ class _Run(torch.autograd.Function):
         step, executor, runs, saved = ctx.step, ctx.executor, ctx.step.runs, ctx.saved
         if saved is None:
             raise StateError(
-                "backward through a call a second time: what it kept for backward is freed, retain_graph=True or not; "
-                "add the losses up and call backward once, or call the module again"
+                "backward through a call a second time: what it kept for backward was freed by the first; give that "
+                "one retain_graph=True, or add the losses up and call backward once"
             )
-        ctx.saved = None
+        if not keeps_graph():
+            ctx.saved = None
         _refuse_changes(step, ctx.versions, _versions(step, ctx.tensors))
         given = tuple(i for i, c in enumerate(cotangents) if c is not None)
         if given != runs.tangents:

@@ -32,6 +32,7 @@ from autopar3d.pytrees import flatten_output
 from autopar3d.quiet import quiet_torch
 from autopar3d.regions import Regions
 from autopar3d.rules import is_pointwise
+from autopar3d.substitutes import substitutes
 
 
 def own_name(name: str | None) -> str:
@@ -66,7 +67,13 @@ def export(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> R
     """
     wrapped = _Flat(model)
     keeping = recording(is_pointwise)
-    with _left_as_it_was(model), torch.enable_grad(), quiet_torch(), keeping as wrapped.functions:
+    with (
+        _left_as_it_was(model),
+        substitutes(model),
+        torch.enable_grad(),
+        quiet_torch(),
+        keeping as wrapped.functions,
+    ):
         try:
             program = torch.export.export(wrapped, args, kwargs, strict=False)
             _refuse_hidden_tensors(program, model)
@@ -167,7 +174,8 @@ def _refuse_hidden_tensors(program: ExportedProgram, model: nn.Module) -> None:
     for name, value in program.constants.items():
         if isinstance(value, FakeTensor) and value.untyped_storage()._cdata not in known:
             node = next(n for n in program.graph.nodes if n.name == placeholders[name])
-            line = next((found for user in node.users if (found := source_line(user))), "")
+            lines = [source_line(user) for user in node.users]
+            line = next((found for found in lines if found and not found.startswith(Path(__file__).name)), "")
             raise TraceError(f"cannot trace {type(model).__name__}{f' at {line}' if line else ''}: {_HIDDEN}")
 
 
@@ -246,8 +254,9 @@ def _copy(value: Any) -> Any:
 
 
 _HIDDEN = (
-    "the model makes a tensor behind the tracer's back, as `.data` does. Use .detach() instead of .data; what "
-    "forward changes must be a buffer, changed in place, or be changed outside of forward"
+    "the model makes a tensor behind the tracer's back, as `.data` and torch.autograd.grad do. Use .detach() instead "
+    "of .data; what forward changes must be a buffer, changed in place, or be changed outside of forward; a derivative "
+    "inside forward must be written out"
 )
 
 # What an exception's class or message says, and what it means to the user. The first that is found counts.
@@ -266,6 +275,11 @@ _REASONS: tuple[tuple[str, str], ...] = (
     (
         r"\.numpy\(\) is not supported",
         "the model leaves torch here (.numpy()), and a graph can only hold tensor ops",
+    ),
+    (
+        r"'Tensor' object has no attribute 'constant'",
+        "forward differentiates a function (torch.func.grad, jvp, jacrev), which the tracer cannot record; write the "
+        "derivative out, or take it outside of forward",
     ),
     (
         r"found a fake tensor in the exported program constant's list",

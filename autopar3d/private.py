@@ -70,6 +70,11 @@ def forget_meshes() -> None:
     _clear_sharding_prop_cache()
 
 
+def keeps_graph() -> bool:
+    """Inside a backward: whether it was called with `retain_graph=True`, so that it may be called once more."""
+    return torch._C._autograd._get_current_graph_task_keep_graph()  # type: ignore[no-any-return, attr-defined, unused-ignore]
+
+
 def inductor() -> tuple[Any, Callable[..., Any], Callable[[], Any]]:
     """Inductor below dynamo and AOTAutograd, for which emitted graphs are what these would give it.
 
@@ -97,6 +102,7 @@ __all__ = [
     "forget_meshes",
     "get_default_store",
     "inductor",
+    "keeps_graph",
     "keystr",
     "pytree",
     "register_process_group",

@@ -112,7 +112,7 @@ def test_torch_compile_of_the_result_runs_it_as_it_is() -> None:
 def test_what_is_no_habit_is_refused() -> None:
     par, _ = both()
     loss = par(rows()).sum()
-    loss.backward(retain_graph=True)
+    loss.backward()
     with pytest.raises(StateError, match="a second time"):
         loss.backward()
     hooked = make()

@@ -186,10 +186,13 @@ def test_gradients_from_some_of_the_outputs(monkeypatch: pytest.MonkeyPatch) -> 
     assert runs == [par.forward_graph, par.backward_graph]
 
 
-def test_a_second_backward_is_refused() -> None:
+def test_a_second_backward_needs_the_graph_to_be_retained() -> None:
     par = autopar3d.simulate(make(), GRID, rows())
     loss = par(rows())[0].sum()
     loss.backward(retain_graph=True)
+    once = {name: p.grad.clone() for name, p in par.named_parameters() if p.grad is not None}
+    loss.backward()
+    assert once and all(torch.allclose(par.get_parameter(name).grad, 2 * g) for name, g in once.items())
     with pytest.raises(StateError, match="second time"):
         loss.backward()
 

@@ -8,6 +8,7 @@ from . import (  # noqa: F401  (importing fills the table)
     complex,
     conv,
     create,
+    ctc,
     embedding,
     index,
     linalg,

@@ -1,8 +1,8 @@
 """Does it work on the architectures that people use? Small HuggingFace models from configs, on (2,2,2) and (1,2,4).
 
-    python examples/benchmarks/zoo.py                          # all, half an hour
-    python examples/benchmarks/zoo.py --models llama whisper --grids 2,2,2
-    python examples/benchmarks/zoo.py --write docs/zoo.md
+    python examples/benchmarks/zoo.py                                        # all, half an hour
+    python examples/benchmarks/zoo.py --models llama whisper --grids 2,2,2   # some
+    python examples/benchmarks/zoo.py --keep zoo.jsonl --write docs/zoo.md   # the page
 
 Each is traced, planned and simulated: the loss and every gradient beside one device's, in float64 with a tolerance of
 1e-5 (HuggingFace computes parts in float32 whatever the dtype). "sharded" is the share of the floating point operations
@@ -12,11 +12,13 @@ of matmuls, convolutions and attention that no rank does twice.
 from __future__ import annotations
 
 import argparse
+import datetime
+import json
 import time
 import traceback
 import warnings
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -333,24 +335,40 @@ def _entries() -> Iterable[Entry]:
 
 ENTRIES = {e.model_type: e for e in _entries()}
 
-Row = tuple[str, str, str, str, str, str, str]
+
+@dataclass(frozen=True)
+class Row:
+    """What came of one architecture on one grid."""
+
+    kind: str
+    model: str
+    grid: str
+    worst: float | None
+    """The largest relative difference of the loss or a gradient; None if it could not be run."""
+    share: float
+    without: str
+    result: str
+
+    @property
+    def equal(self) -> bool:
+        return self.result == "equal"
+
+    @property
+    def cells(self) -> tuple[str, ...]:
+        worst, share = ("-", "-") if self.worst is None else (f"{self.worst:.0e}", f"{self.share:.1%}")
+        return self.kind, self.model, self.grid, worst, share, self.without, self.result
 
 
-def try_one(entry: Entry, grid: tuple[int, int, int], *, debug: bool = False) -> tuple[Row, bool, float]:
-    """A row of the table, whether everything was equal, and the share of operations that is sharded."""
-    start = time.perf_counter()
+def try_one(entry: Entry, grid: tuple[int, int, int], *, debug: bool = False) -> Row:
+    """Trains one architecture for a step, beside one device."""
     name = "({},{},{})".format(*grid)
     try:
         found = trains_like_one_device(entry.make, (), grid, example_kwargs=entry.inputs(), steps=1, tol=1e-5)
     except Exception as error:
         if debug:
             traceback.print_exc()
-        said = str(error).strip().splitlines() or [type(error).__name__]
-        return (
-            (entry.kind, entry.model_type, name, "-", "-", "-", f"{type(error).__name__}: {said[0][:60]}"),
-            False,
-            0.0,
-        )
+        said = str(error).strip().splitlines() or [""]
+        return Row(entry.kind, entry.model_type, name, None, 0.0, "-", f"{type(error).__name__}: {said[0][:60]}")
     # An optimizer step says nothing here about a gradient that is rounding alone.
     failures = [d for d in found.failures if d.kind != "parameter"]
     worst = max((v for k, v in found.worst.items() if k != "parameter"), default=0.0)
@@ -358,41 +376,62 @@ def try_one(entry: Entry, grid: tuple[int, int, int], *, debug: bool = False) ->
     # Of T operations a share s is split and the rest repeated: a rank does s T / P + (1 - s) T of them.
     ranks = grid[0] * grid[1] * grid[2]
     share = min(1.0, (ranks - plan.flops / plan.ideal_flops) / (ranks - 1))
-    without = ", ".join(plan.without_rule) or "-"
-    said = "equal" if not failures else f"{len(failures)} differ: {failures[0].kind} {failures[0].name}"[:60]
-    seconds = f"{time.perf_counter() - start:.0f}"
-    return (
-        (entry.kind, entry.model_type, name, f"{worst:.0e}", f"{share:.1%}", without, f"{said} ({seconds} s)"),
-        not failures,
-        share,
+    result = f"{len(failures)} differ: {failures[0].kind} {failures[0].name}"[:60] if failures else "equal"
+    return Row(entry.kind, entry.model_type, name, worst, share, ", ".join(plan.without_rule) or "-", result)
+
+
+def kept_rows(path: Path | None) -> dict[tuple[str, str], Row]:
+    """The rows of a file of earlier runs, by model and grid."""
+    if path is None or not path.exists():
+        return {}
+    rows = [Row(**json.loads(line)) for line in path.read_text().splitlines()]
+    return {(row.model, row.grid): row for row in rows}
+
+
+def page(rows: list[Row], kept: bool) -> str:
+    """The table, what it adds up to, and how it was made."""
+    header = ("kind", "model", "grid", "worst", "sharded", "without a rule", "result")
+    table = tabulate([row.cells for row in rows], header, tablefmt="github", disable_numparse=True)
+    equal = [row for row in rows if row.equal]
+    high = sum(row.share >= 0.95 for row in equal)
+    summary = (
+        f"{len({row.model for row in rows})} architectures. {len(equal)} of {len(rows)} rows equal; {high} of them "
+        "with at least 95% of the operations sharded."
     )
+    made = f"Written on {datetime.date.today()} with torch {torch.__version__}, transformers {transformers.__version__}"
+    command = "python examples/benchmarks/zoo.py" + (" --keep zoo.jsonl" if kept else "") + " --write docs/zoo.md"
+    return f"# HuggingFace architectures\n\n{__doc__}\n{summary} {made}, by `{command}`.\n\n{table}\n"
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--models", nargs="+", default=list(ENTRIES), help="names of transformers' model types")
     parser.add_argument("--grids", nargs="+", default=["2,2,2", "1,2,4"])
+    parser.add_argument("--keep", type=Path, help="append each row to this file, and run none that it has")
     parser.add_argument("--write", type=Path, help="write the table to this page")
     parser.add_argument("--debug", action="store_true", help="print tracebacks")
     given = parser.parse_args()
     torch.set_num_threads(1)
     warnings.filterwarnings("ignore")
     transformers.logging.set_verbosity_error()
-    rows, good, shares = [], 0, 0
+    kept = kept_rows(given.keep)
+    rows = []
     for model in given.models:
         for grid in given.grids:
-            x, y, z = map(int, grid.split(","))
-            row, equal, share = try_one(ENTRIES[model], (x, y, z), debug=given.debug)
-            print(*row, flush=True)
+            row = kept.get((model, f"({grid})"))
+            if row is None:
+                start = time.process_time()
+                x, y, z = map(int, grid.split(","))
+                row = try_one(ENTRIES[model], (x, y, z), debug=given.debug)
+                print(*row.cells, f"{time.process_time() - start:.0f} s of CPU", flush=True)
+                if given.keep:
+                    with given.keep.open("a") as file:
+                        file.write(json.dumps(asdict(row)) + "\n")
             rows.append(row)
-            good += equal
-            shares += equal and share >= 0.95
-    header = ("kind", "model", "grid", "worst", "sharded", "without a rule", "result")
-    table = tabulate(rows, header, tablefmt="github", disable_numparse=True)
-    summary = f"{good} of {len(rows)} equal; {shares} of them with at least 95% of the operations sharded."
-    print(f"\n{table}\n\n{summary}")
+    text = page(rows, bool(given.keep))
+    print(text)
     if given.write:
-        given.write.write_text(f"# HuggingFace architectures\n\n{__doc__}\n{summary}\n\n{table}\n")
+        given.write.write_text(text)
 
 
 if __name__ == "__main__":

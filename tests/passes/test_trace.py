@@ -265,6 +265,17 @@ def test_outputs_of_any_form(build: Callable[[Tensor], Any]) -> None:
     assert_is_the_model(Model(lambda self, x: build(x @ self.weight)), X)
 
 
+def test_modules_that_look_at_values_do_not() -> None:
+    mask = torch.ones(3, 3, dtype=torch.bool).triu(1)
+    x, y = torch.randn(2, 4, 8), torch.randn(2, 3, 8)
+    transformer = nn.Transformer(8, 2, 1, 1, 8, dropout=0.0, batch_first=True)
+    program = trace(transformer, (x, y), {"tgt_mask": mask})
+    assert torch.allclose(run(program, transformer, (x, y), {"tgt_mask": mask})[0], transformer(x, y, tgt_mask=mask))
+    norm = nn.BatchNorm1d(4, momentum=None)
+    trace(norm, (x[:, :, 0],))
+    assert norm.momentum is None and not norm._forward_pre_hooks and not transformer.decoder._forward_pre_hooks
+
+
 def test_huggingface_output_with_a_cache() -> None:
     make_model, make_inputs = MODELS["gpt2"]
     model, (args, kwargs) = make_model(torch.float64), make_inputs(torch.float64)

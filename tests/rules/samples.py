@@ -40,7 +40,7 @@ def yes(*shape: int) -> Tensor:
 def samples() -> list[Sample]:
     """Every sample, in the order of the families."""
     families = (_matmul, _pointwise, _views, _norms, _softmax, _attention, _embedding, _losses, _reductions)
-    return [s for family in (*families, _creation, _conv, _index, _complex, _linalg, _finer) for s in family()]
+    return [s for family in (*families, _creation, _conv, _index, _complex, _linalg, _ctc, _finer) for s in family()]
 
 
 def _s(op: Any, *args: Any, constant: tuple[int, ...] = (), first: bool = False, **kwargs: Any) -> Sample:
@@ -497,6 +497,14 @@ def _linalg() -> Iterator[Sample]:
     # bfloat16 is all that torch traces, in rows of whole 16 bytes.
     rows, experts = (t(*n).sign().bfloat16() for n in ((12, 192), (4, 192, 192)))
     yield _s(aten._grouped_mm.default, rows, experts, torch.tensor([2, 5, 5, 12], dtype=torch.int32))
+
+
+def _ctc() -> Iterator[Sample]:
+    log_probs = t(8, 6, 12).log_softmax(-1)
+    lengths = torch.tensor([8, 7, 8, 6, 8, 8]), torch.tensor([2, 1, 2, 2, 1, 2])
+    op = torch.ops.autopar3d.ctc_losses.default
+    yield _s(op, log_probs, ids(12, 6, 2), *lengths, 0, True)
+    yield _s(op, log_probs, ids(12, 10), *lengths, 11, False)
 
 
 def _finer() -> Iterator[Sample]:

@@ -1,0 +1,113 @@
+"""What torch computes by looking at values, in a form that one graph can hold: see `substitutes`."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import inspect
+import math
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _NormBase
+from torch.overrides import TorchFunctionMode
+
+from autopar3d.rules.ctc import ctc_losses
+
+
+@contextlib.contextmanager
+def substitutes(model: nn.Module) -> Iterator[None]:
+    """While a model is traced: the same results from torch's own functions and modules, with no look at a value.
+
+    - gaussian_nll_loss checks for a negative variance, ctc_loss takes lengths as Python numbers;
+    - nn.TransformerEncoder and nn.TransformerDecoder look whether a mask is causal, which only picks a kernel;
+    - a batch norm with momentum=None divides by the number of batches that it has seen.
+    """
+    hooks = []
+    for module in model.modules():
+        for kind, name in ((nn.TransformerEncoder, "is_causal"), (nn.TransformerDecoder, "tgt_is_causal")):
+            if isinstance(module, kind):
+                taken_as_given = functools.partial(_not_known_to_be_causal, name)
+                hooks.append(module.register_forward_pre_hook(taken_as_given, with_kwargs=True))
+        if isinstance(module, _NormBase) and module.momentum is None and module.track_running_stats:
+            average = _CumulativeAverage()
+            hooks += [module.register_forward_pre_hook(average.before), module.register_forward_hook(average.after)]
+    try:
+        with _Functions():
+            yield
+    finally:
+        for handle in hooks:
+            handle.remove()
+
+
+class _Functions(TorchFunctionMode):
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return _FUNCTIONS.get(func, func)(*args, **(kwargs or {}))
+
+
+def _gaussian_nll_loss(
+    input: Tensor,
+    target: Tensor,
+    var: Tensor | float,
+    full: bool = False,
+    eps: float = 1e-6,
+    reduction: str = "mean",
+) -> Tensor:
+    if not isinstance(var, Tensor):
+        var = torch.full_like(input, var)
+    if var.size() != input.size() and input.size()[:-1] == var.size():
+        var = var.unsqueeze(-1)
+    # The floor takes no gradient away from var, as in torch.
+    var = var + (var.detach().clamp(min=eps) - var.detach())
+    loss = 0.5 * (var.log() + (input - target).square() / var)
+    if full:
+        loss = loss + 0.5 * math.log(2 * math.pi)
+    return loss.mean() if reduction == "mean" else loss.sum() if reduction == "sum" else loss
+
+
+def _ctc_loss(
+    log_probs: Tensor,
+    targets: Tensor,
+    input_lengths: Any,
+    target_lengths: Any,
+    blank: int = 0,
+    reduction: str = "mean",
+    zero_infinity: bool = False,
+) -> Tensor:
+    alone = log_probs.dim() == 2
+    if alone:
+        log_probs, targets = log_probs.unsqueeze(1), targets.unsqueeze(0) if targets.dim() == 1 else targets
+    lengths = [
+        given if isinstance(given, Tensor) else torch.tensor(given, dtype=torch.int64, device=targets.device)
+        for given in (input_lengths, target_lengths)
+    ]
+    source, target = (given.reshape(-1).to(log_probs.device, torch.int64) for given in lengths)
+    losses = ctc_losses(log_probs, targets.to(torch.int64), source, target, blank, zero_infinity)
+    if reduction == "mean":
+        return (losses / target.clamp(min=1).to(losses.dtype)).mean()
+    return losses.sum() if reduction == "sum" else losses.squeeze(0) if alone else losses
+
+
+_FUNCTIONS: dict[Any, Callable[..., Any]] = {F.gaussian_nll_loss: _gaussian_nll_loss, F.ctc_loss: _ctc_loss}
+
+
+def _not_known_to_be_causal(name: str, module: nn.Module, args: Any, kwargs: dict[str, Any]) -> Any:
+    known = inspect.signature(module.forward).bind(*args, **kwargs).arguments
+    return (args, kwargs) if known.get(name) is not None else (args, kwargs | {name: False})
+
+
+class _CumulativeAverage:
+    """Running statistics that are the mean of all batches': the batch's own first, then mixed in with 1 / count."""
+
+    def before(self, module: Any, args: Any) -> None:
+        self.old = [] if not module.training else [module.running_mean.clone(), module.running_var.clone()]
+        module.momentum = 1.0
+
+    def after(self, module: Any, args: Any, output: Any) -> None:
+        module.momentum = None
+        for old, running in zip(self.old, (module.running_mean, module.running_var), strict=False):
+            share = 1.0 / module.num_batches_tracked.to(running.dtype)
+            running.copy_((1.0 - share) * old + share * running)
