@@ -146,7 +146,7 @@ def _slow(plan: Plan, hardware: Hardware) -> list[str]:
 
 
 def _communication(plan: Plan, hardware: Hardware) -> list[str]:
-    grid = Grid(*plan.grid)
+    grid = Grid(*plan.grid, replicas=plan.replicas)
     waiting = sum(plan.exposed.values())
     found = []
     if plan.seconds and waiting > _WAITING * plan.seconds:

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 from torch.fx import Graph, Node
 
-from .grid import LANE
+from .grid import ALL_AXES, LANE
 from .private import GroupName, resolve_process_group
 from .redistribute import sent
 
@@ -409,7 +409,8 @@ def _collective(node: Node, kind: str) -> Collective:
     vals = [n.meta["val"] for n in (given if isinstance(given, (list, tuple)) else (given,))]
     group = str(node.args[-1])
     axis = group.split("_")[1]
-    size = int(group.split("_")[2].split("x")["xyz".index(axis)])
+    sizes = group.split("_")[2].split("x")
+    size = int(sizes[ALL_AXES[-len(sizes) :].index(axis)])
     elements = sum(sent(kind, size, v.numel()) for v in vals)
     dtype = vals[0].dtype
     return Collective(kind, axis, elements, elements * dtype.itemsize, dtype, module_path(node), node.name)

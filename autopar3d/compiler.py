@@ -76,8 +76,9 @@ def compile(  # noqa: A001  (as torch.compile)
 
     Args:
         model: any `nn.Module` that `torch.export` can trace, on CPU, CUDA or meta.
-        grid: a `Grid`, sizes `(x, y, z)`, or a 3-D `DeviceMesh`; their product is the world size. Or "auto": the
-            grid of all ranks whose step is predicted to be the shortest, for these example inputs.
+        grid: a `Grid` (with `replicas` or without), sizes `(x, y, z)`, or a `DeviceMesh`, 3-D or with replicas first;
+            their product is the world size. Or "auto": the grid of all ranks whose step is predicted to be the
+            shortest, for these example inputs.
         example_inputs: positional arguments of a call, of *global* shape; one tensor means a tuple of one. Without
             them the plan is made at the first call.
         example_kwargs: keyword arguments of a call.

@@ -105,8 +105,8 @@ def pins_from(plan: Plan, program: Program, grid: Grid) -> Pins:
         PlanError: the plan is for another grid, or for another model: names each thing that does not fit.
     """
     problems = []
-    if plan.grid != grid.sizes:
-        problems.append(f"the plan is for grid {plan.grid}, this is {grid.sizes}")
+    if (plan.grid, plan.replicas) != (grid.sizes, grid.replicas):
+        problems.append(f"the plan is for grid {Grid(*plan.grid, replicas=plan.replicas)}, this is {grid}")
     nodes = {n.name: n for n in program.graph.graph.nodes}
     ops = {n.name for n in nodes.values() if n.op == "call_function" and not is_getitem(n)}
     stored = {a.node: a for a in program.arguments}

@@ -23,12 +23,12 @@ from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Sha
 from torch.distributed.tensor.placement_types import _StridedShard
 
 from .errors import LayoutError
-from .grid import AXES, Grid
+from .grid import Grid
 from .layout import Factor, Layout
 
 
 def placements(layout: Layout, grid: Grid) -> tuple[Placement, ...]:
-    """One placement per mesh dim (x, y, z).
+    """One placement per mesh dim, see `Grid.names`.
 
     Raises:
         LayoutError: a dim is packed, such as `(3 h:y d)`; no placement says that exactly.
@@ -40,10 +40,10 @@ def placements(layout: Layout, grid: Grid) -> tuple[Placement, ...]:
     found: dict[str, Placement] = {a: Partial("sum") for a in layout.partial}
     for d, (factor,) in enumerate(layout.dims):
         for i, axis in enumerate(factor.axes):
-            later = [a for a in factor.axes[:i] if AXES.index(a) > AXES.index(axis)]
+            later = [a for a in factor.axes[:i] if grid.names.index(a) > grid.names.index(axis)]
             pieces = grid.extent(later)
             found[axis] = _StridedShard(d, split_factor=pieces) if pieces > 1 else Shard(d)
-    return tuple(found.get(a, Replicate()) for a in AXES)
+    return tuple(found.get(a, Replicate()) for a in grid.names)
 
 
 def from_placements(places: Sequence[Placement], grid: Grid, ndim: int) -> Layout:
@@ -53,12 +53,14 @@ def from_placements(places: Sequence[Placement], grid: Grid, ndim: int) -> Layou
         LayoutError: a placement that no layout says: another reduction than a sum, or a stride that is not the
             number of pieces of some axes.
     """
-    if len(places) != len(AXES):
-        raise LayoutError(f"{len(places)} placements {tuple(places)}; a grid has three axes, so it takes three")
+    if len(places) != len(grid.names):
+        raise LayoutError(
+            f"{len(places)} placements {tuple(places)}; grid {grid} takes one for each of {', '.join(grid.names)}"
+        )
     dims: list[list[str]] = [[] for _ in range(ndim)]
     partial = []
     # From right to left each axis goes inside the outer ones that its stride counts.
-    for axis, place in reversed(list(zip(AXES, places, strict=True))):
+    for axis, place in reversed(list(zip(grid.names, places, strict=True))):
         if isinstance(place, Partial) and place.reduce_op == "sum":
             partial.append(axis)
         elif isinstance(place, (Shard, _StridedShard)):
@@ -82,7 +84,7 @@ def is_exact(layout: Layout, shape: Sequence[int], grid: Grid) -> bool:
     if layout.partial or not layout.is_plain:
         return False
     for (factor,) in layout.factors(shape):
-        order = [AXES.index(a) for a in factor.axes if grid.axis_size(a) > 1]
+        order = [grid.names.index(a) for a in factor.axes if grid.axis_size(a) > 1]
         if factor.size % grid.extent(factor.axes) and order != sorted(order):
             return False
     return True
@@ -133,4 +135,4 @@ def _position(mesh: DeviceMesh, grid: Grid) -> int:
     coordinate = mesh.get_coordinate()
     if coordinate is None:
         raise LayoutError(f"this rank is not part of the mesh {mesh}")
-    return grid.index(dict(zip(AXES, coordinate, strict=True)))
+    return grid.index(dict(zip(grid.names, coordinate, strict=True)))

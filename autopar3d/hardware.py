@@ -50,7 +50,7 @@ class Hardware:
 
     def link(self, axis: str, grid: Grid) -> Link:
         """The link an axis uses: inside a node when its whole group, in rank order, lies inside one."""
-        inner = grid.extent([a for a in ("x", "y", "z") if a >= axis])
+        inner = grid.extent([a for a in grid.names if a >= axis])
         return self.node if inner <= self.node_size else self.network
 
     def rate(self, dtype: torch.dtype) -> float:

@@ -33,7 +33,8 @@ def in_lanes(program: Program, factors: Factors, decisions: Decisions, lanes: in
         PlanError: it cannot be; the message says why.
     """
     batch = _batch(program, factors)
-    grid = LaneGrid(*decisions.grid.sizes, decisions.grid.ranks, lanes)
+    own = decisions.grid
+    grid = LaneGrid(*own.sizes, own.ranks, lanes, replicas=own.replicas)
     found = {n: f for n, s in factors.specs.items() if (f := _factor_of(n, factors, batch)) and f not in s.whole}
     axes = {n: decisions.strategies[n.name].axes_of.get(f, ()) for n, f in found.items()}
     # All ranks halve the same rows: the lanes lie inside the axes that cut the batch everywhere, and around all others.

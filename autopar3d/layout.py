@@ -26,7 +26,7 @@ from typing import NamedTuple
 import torch
 
 from .errors import LayoutError
-from .grid import AXES, Grid
+from .grid import ALL_AXES, AXES, Grid
 
 
 class Factor(NamedTuple):
@@ -57,7 +57,7 @@ class Layout:
     def __post_init__(self) -> None:
         used = [a for dim in self.dims for f in dim for a in f.axes] + sorted(self.partial)
         for axis in used:
-            if axis not in AXES:
+            if axis not in ALL_AXES:
                 raise LayoutError(f"layout {self}: there is no grid axis {axis!r}; the axes are {', '.join(AXES)}")
             if used.count(axis) > 1:
                 raise LayoutError(f"layout {self}: axis {axis} is used {used.count(axis)} times; once is possible")

@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.fx import GraphModule, Node
 from torch.fx.node import map_arg
 
-from .grid import AXES, Grid
+from .grid import Grid
 from .private import TorchDispatchMode
 
 T = TypeVar("T")
@@ -79,7 +79,7 @@ def _last_uses(module: GraphModule) -> dict[Node, list[Node]]:
 
 
 def _axis(grid: Grid, alias: str) -> str:
-    return next(a for a in AXES if grid.alias(a) == alias)
+    return next(a for a in grid.names if grid.alias(a) == alias)
 
 
 def _per_group(exchange: Any) -> Any:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import json
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -210,7 +211,7 @@ class Plan:
     """What went where, and what it costs: `print(plan)`. Numbers are per rank, for one forward and backward.
 
     Args:
-        grid: axis sizes.
+        grid: sizes of the three axes; `replicas`: so many of these.
         hardware: name of the profile that costs were predicted with.
         scheme, regather, inputs: options it was made with ("" where not known).
         strategies: op -> axes per factor.
@@ -267,6 +268,7 @@ class Plan:
     repeated: tuple[Repeated, ...]
     without_rule: dict[str, int]
     hash: str
+    replicas: int = 1
     notes: tuple[str, ...] = ()
     candidates: tuple[Candidate, ...] = ()
     pads: tuple[tuple[str, int, int], ...] = ()
@@ -276,12 +278,13 @@ class Plan:
 
     @property
     def devices(self) -> int:
-        return self.grid[0] * self.grid[1] * self.grid[2]
+        return math.prod(self.grid) * self.replicas
 
     @property
     def digest(self) -> str:
         """Of what the plan decides: equal for plans that are carried out alike."""
-        parts = [self.grid, self.strategies, self.storage, self.copies, self.pads, self.lanes]
+        parts: list[Any] = [self.grid, self.strategies, self.storage, self.copies, self.pads, self.lanes]
+        parts += [self.replicas] if self.replicas > 1 else []
         return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()
 
     @property
@@ -398,6 +401,8 @@ class Plan:
         bare = dataclasses.replace(self, timeline=None, choices=None)
         plain: dict[str, Any] = json.loads(json.dumps(dataclasses.asdict(bare)))
         del plain["choices"], plain["timeline"]
+        if self.replicas == 1:
+            del plain["replicas"]
         return {"format": _FORMAT, **plain}
 
     @classmethod

@@ -8,12 +8,13 @@ from functools import lru_cache
 
 import numpy as np
 
-from .cost import collective_seconds
-from .grid import Grid
+from .cost import collective_seconds, link_seconds, per_unit
+from .grid import REPLICAS, Grid
 from .hardware import Hardware
-from .redistribute import State
+from .redistribute import State, route, scatter_atom, sent, transfers
 from .walks import (
     CUT,
+    CUT_VARYING,
     EXCHANGE,
     FORK,
     GATHER,
@@ -141,6 +142,54 @@ def price_table(atoms: int, grid: Grid, hardware: Hardware) -> PriceTable:
                     latency[p, step] = calls * alpha[a]
                     per_byte[p, step] = units * beta[a] * part[a, held]
     return PriceTable(ways, grid, latency @ ways.counts.T, per_byte @ ways.counts.T, tuple(alpha), tuple(beta))
+
+
+def forked(
+    table: PriceTable, sources: np.ndarray, targets: np.ndarray, size: float, grid: Grid, hardware: Hardware
+) -> np.ndarray:
+    """Seconds that replicas add where a value comes whole over them and its readers' work is split: those of the
+    all_reduce of its gradient, where `redistribute.route` has it. `[sources, targets]` on one replica.
+    """
+    w = table.walks
+    now = np.broadcast_to(sources[:, None], (len(sources), len(targets)))
+    goal = np.broadcast_to(targets[None, :], now.shape)
+    moving = np.ones(now.shape, dtype=bool)
+    while moving.any():
+        kind = w.kind_of(w.step[now, goal])
+        cut = np.isin(kind, (CUT, CUT_VARYING))
+        summed = (w.is_partial[now] & ~w.is_partial[goal]).any(axis=-1)
+        moving = (now != goal) & (cut | (summed & ~np.isin(kind, (FORK, GATHER, GATHER_VARYING))))
+        now = np.where(moving, w.following[now, goal], now)
+    sizes = np.array([table.grid.axis_size(a) for a in w.axes], dtype=np.int64)
+    share = np.where(w.is_sharded, sizes, 1).prod(axis=1)
+    link = hardware.link(REPLICAS, grid)
+    moved = sent("all_reduce", grid.replicas, size / share[now])
+    found: np.ndarray = collective_seconds(1, moved, link.latency, per_unit(link.bandwidth))
+    return found
+
+
+def travelled(
+    ways: Sequence[tuple[State, State]],
+    atoms: Sequence[int],
+    size: float,
+    grid: Grid,
+    hardware: Hardware,
+    *,
+    grad: bool,
+    regather: bool,
+) -> np.ndarray:
+    """Seconds of ways that a table does not have, one by one: `redistribute.route` and what its steps send."""
+    phases = ["forward"] + ["backward"] * grad + ["regather"] * (grad and regather)
+    found = np.zeros(len(ways))
+    for i, (source, target) in enumerate(ways):
+        now = source
+        for step in route(source, target):
+            scatterable = scatter_atom(atoms, now, step.axis, grid) is not None
+            for t in transfers(step, now, size, grid, scatterable=scatterable):
+                if t.phase in phases:
+                    found[i] += link_seconds(hardware.link(t.axis, grid), t.elements)
+            now = step.after
+    return found
 
 
 def _part(grid: Grid, axes: Sequence[str]) -> np.ndarray:

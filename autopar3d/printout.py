@@ -8,6 +8,7 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING
 
+from .grid import ALL_AXES
 from .tables import WIDTH, Row, byte_text, count_text, fold, in_one_unit, indent, second_text, table, wrapped
 
 if TYPE_CHECKING:
@@ -39,6 +40,7 @@ def render(plan: Plan) -> str:
 
 def _head(plan: Plan) -> str:
     axes = " ".join(f"{a}={n}" for a, n in zip("xyz", plan.grid, strict=True))
+    axes += f" replicas={plan.replicas}" if plan.replicas > 1 else ""
     options = [f"{k} {v}" for k, v in (("scheme", plan.scheme), ("regather", plan.regather)) if v]
     if plan.lanes > 1:
         options.append(f"{plan.lanes} lanes")
@@ -52,7 +54,8 @@ def _head(plan: Plan) -> str:
         f"{second_text(sum(plan.exposed.values()))}. Planner's objective {second_text(plan.objective)}, {found}.",
     ]
     if plan.devices > 1:
-        lines.append(wrapped(_LEGEND, WIDTH))
+        shared = f" {plan.replicas} replicas share the batch, as its outermost axis r." if plan.replicas > 1 else ""
+        lines.append(wrapped(_LEGEND + shared, WIDTH))
     return "\n".join(lines)
 
 
@@ -154,7 +157,7 @@ def _traffic(plan: Plan) -> str:
     if not plan.traffic:
         return ""
     kinds = [k for k in _SHORT if any(s.kind == k for s in plan.traffic)]
-    axes = [a for a in "xyz" if any(s.axis == a for s in plan.traffic)]
+    axes = [a for a in ALL_AXES if any(s.axis == a for s in plan.traffic)]
     rows = []
     for axis in [*axes, "all"] if len(axes) > 1 else axes:
         mine = [s for s in plan.traffic if axis in (s.axis, "all")]

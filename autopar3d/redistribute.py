@@ -12,6 +12,8 @@ from collections.abc import Sequence
 from functools import lru_cache
 from typing import Any, Literal, NamedTuple, Protocol
 
+from .grid import REPLICAS
+
 StepKind = Literal["gather", "cut", "scatter", "regroup", "reduce", "exchange", "fork", "unfork", "mask", "embed"]
 
 
@@ -36,6 +38,12 @@ class State(NamedTuple):
 
     def without_varying(self) -> State:
         return State(self.atoms, self.partial)
+
+    def without_replicas(self) -> State:
+        """On one replica."""
+        if REPLICAS not in (*self.sharding, *self.partial, *self.varying):
+            return self
+        return _with(self, REPLICAS, "R")
 
 
 class Step(NamedTuple):
@@ -90,6 +98,9 @@ def _next(now: State, target: State) -> Step:
     for a, (src, dst) in moves.items():
         if isinstance(dst, int) and src in ("R", "V") and ready(a):
             return Step("cut", a, dst, -1, src == "V", _with(now, a, dst))
+    if moves.get(REPLICAS) == ("R", "V") and not any(src == "P" for src, _ in moves.values()):
+        # Of a parameter, before anything makes it larger: its gradient is reduced as the shard that is stored.
+        return Step("fork", REPLICAS, -1, -1, True, _with(now, REPLICAS, "V"))
     for a, (src, dst) in moves.items():
         if isinstance(src, int) and dst == "P" and innermost(a):
             return Step("embed", a, src, -1, False, _with(now, a, "P"))
@@ -130,6 +141,14 @@ def _with(state: State, axis: str, place: str | int) -> State:
     elif place == "V":
         varying.add(axis)
     return State(tuple(atoms), tuple(sorted(partial)), tuple(sorted(varying)))
+
+
+def with_replicas(state: State, place: str | int) -> State:
+    """The placement with replicas at a place, outermost where that is an atom."""
+    if not isinstance(place, int):
+        return _with(state, REPLICAS, place)
+    atoms = tuple((REPLICAS, *axes) if i == place else axes for i, axes in enumerate(state.atoms))
+    return State(atoms, state.partial, state.varying)
 
 
 class Transfer(NamedTuple):

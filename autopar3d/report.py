@@ -27,6 +27,7 @@ from .progress import stage
 from .readings import backward_share, gradients
 from .recording import predict
 from .redistribute import State
+from .replicas import idle
 from .rules import OpSpec, operands, results
 from .saved import is_view
 from .step import Options, Step
@@ -77,8 +78,10 @@ class _Accountant:
         memory |= {f"peak {name}": line.peak_bytes for name, line in zip(("forward", "backward"), lines, strict=False)}
         memory["needed"] = self._needed(memory)
         flops = [sum(timing.flops(n) for n in g.graph.nodes if n.op == "call_function") for g in self._graphs()]
+        unshared = idle(self.program, decisions.strategies, grid)
         return Plan(
             grid=grid.sizes,
+            replicas=grid.replicas,
             hardware=self.hardware.name,
             scheme=options.scheme if options else "",
             regather=options.regather if options else "",
@@ -110,6 +113,7 @@ class _Accountant:
                 *self.program.notes,
                 *self._off_scheme(options),
                 *self._padded(),
+                *([unshared] if unshared else []),
                 *([self.step.note] if self.step.note else []),
             ),
             pads=pads_of(self.factors),
@@ -354,6 +358,7 @@ class _Accountant:
         d = self.decisions
         parts = [
             str((self.grid.sizes, self.grid.ranks)),
+            *([f"replicas {self.grid.replicas}"] if self.grid.replicas > 1 else []),
             *(f"{n} {s}" for n, s in sorted(d.strategies.items())),
             *(f"{n} {tuple(s)}" for table in (d.storage, d.copies) for n, s in sorted(table.items())),
             *(f"{n} {tuple(s)}" for n, s in sorted(d.groups.items())),

@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor
 
 from . import postmortem
 from .errors import InputError, LaunchError, MismatchError
-from .grid import AXES, Grid
+from .grid import Grid
 from .private import (
     GroupName,
     register_process_group,
@@ -62,10 +62,10 @@ def connect(grid: Grid, device_type: str) -> Connection:
         raise LaunchError(f"grid {grid} needs {grid.size} ranks, but there is no process group: {_LAUNCH}")
     grid.check_world(dist.get_world_size())
     _quiet_redistribution()
-    ranks = torch.tensor(grid.ranks or range(grid.size)).reshape(grid.sizes)
+    ranks = torch.tensor(grid.ranks or range(grid.size)).reshape(grid.shape)
     position = (ranks.flatten() == dist.get_rank()).nonzero()
     mesh = _mesh(grid, device_type, ranks)
-    return Connection(mesh, int(position), tuple(_named(grid.alias(a), mesh.get_group(a)) for a in AXES))
+    return Connection(mesh, int(position), tuple(_named(grid.alias(a), mesh.get_group(a)) for a in grid.names))
 
 
 def world_size() -> int:
@@ -81,12 +81,12 @@ def world_size() -> int:
 
 def _mesh(grid: Grid, device_type: str, ranks: Tensor) -> DeviceMesh:
     """The mesh of a grid; a second one of the same grid has the same groups."""
-    names = [GroupName(f"{grid.alias(axis)}_mesh") for axis in AXES]
+    names = [GroupName(f"{grid.alias(axis)}_mesh") for axis in grid.names]
     groups = [_resolved(name) for name in names]
     if None not in groups:
-        return DeviceMesh.from_group(groups, device_type, ranks, mesh_dim_names=AXES)  # type: ignore[arg-type]
-    mesh = DeviceMesh(device_type, ranks, mesh_dim_names=AXES)
-    for name, axis in zip(names, AXES, strict=True):
+        return DeviceMesh.from_group(groups, device_type, ranks, mesh_dim_names=grid.names)  # type: ignore[arg-type]
+    mesh = DeviceMesh(device_type, ranks, mesh_dim_names=grid.names)
+    for name, axis in zip(names, grid.names, strict=True):
         unregister_process_group(name)
         set_group_timeout(_timeout(device_type), mesh.get_group(axis))
         register_process_group(name, mesh.get_group(axis))

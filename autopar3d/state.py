@@ -43,8 +43,8 @@ def fitted(value: Tensor, like: Tensor) -> Tensor:
         if value.device_mesh == like.device_mesh and value.placements == like.placements:
             return value.to_local()
         value = value.full_tensor()
-    grid = Grid.of(like.device_mesh.shape)
-    index = grid.index(dict(zip("xyz", like.device_mesh.get_coordinate() or (), strict=True)))
+    grid = Grid.of(like.device_mesh)
+    index = grid.index(dict(zip(grid.names, like.device_mesh.get_coordinate() or (), strict=True)))
     return from_placements(like.placements, grid, like.dim()).shard(value, grid, index)
 
 

@@ -26,6 +26,7 @@ from .program import Program
 from .progress import stage
 from .readings import gradients, readings
 from .redistribute import State
+from .replicas import Place, idle
 from .strategies import needed, states
 
 OUTPUTS = ("auto", "global", "sharded", "loss")
@@ -144,7 +145,7 @@ def build_step(
         )
     decisions = _place_inputs(program, factors, decisions, places, sharded=options.inputs == "sharded")
     if options.strict:
-        _refuse_whole(factors, decisions)
+        _refuse_whole(program, factors, decisions)
     return _emitted(program, factors, decisions, options, pins, places, seeds)
 
 
@@ -245,7 +246,7 @@ def choices(
         factors=factors,
         scheme=options.scheme,
         regather=options.regather,
-        result_states=lambda i, shape: _result_states(modes[i], shape, grid),
+        result_states=lambda i, shape, replicas: _result_states(modes[i], shape, grid, replicas),
         pinned=pinned,
         pins=pins,
     )
@@ -328,12 +329,13 @@ def default_seeds(program: Program) -> tuple[int, ...] | None:
     return tuple(with_node.index(i) for i in losses) or None
 
 
-def _result_states(mode: str, shape: ValueShape, grid: Grid) -> list[State]:
+def _result_states(mode: str, shape: ValueShape, grid: Grid, replicas: Place) -> list[State]:
     whole = State(((),) * len(shape.atoms))
     if mode != "sharded":
         return [whole]
     # A DTensor must be able to carry it.
-    found = [s for s in states(shape.atoms, grid, "R") if shape.even(s)]
+    place = replicas if isinstance(replicas, int) else "R"
+    found = [s for s in states(shape.atoms, grid, "R", place) if shape.even(s)]
     return [s for s in found if shape.layout(s, grid).is_plain] or [whole]
 
 
@@ -370,9 +372,11 @@ def _place_inputs(
     return replace(decisions, storage=storage)
 
 
-def _refuse_whole(factors: Factors, decisions: Decisions) -> None:
+def _refuse_whole(program: Program, factors: Factors, decisions: Decisions) -> None:
     problems = [f"{name}: {why}" for name, why in decisions.whole.items()]
     problems += [f"{op} has no rule ({len(nodes)} uses)" for op, nodes in factors.without_rule.items()]
+    unshared = idle(program, decisions.strategies, decisions.grid)
+    problems += [unshared] if unshared else []
     if problems:
         listed = "\n  ".join(problems)
         raise PlanError(f"strict=True, but on grid {decisions.grid} these are kept whole:\n  {listed}")

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import NamedTuple
 
-from .grid import Grid
+from .grid import REPLICAS, Grid
 from .layout import ordered_assignments
-from .redistribute import State
+from .redistribute import State, with_replicas
 from .rules import OpSpec
 
 # An op with more shardable factors than this has only its longest ones enumerated: at 7 factors and three axes there
@@ -39,6 +40,14 @@ class Strategy(NamedTuple):
         return " ".join(parts + ([f"+{''.join(self.through)}"] if self.through else [])) or "-"
 
 
+class Role(NamedTuple):
+    """What the replicas do at one op, decided before its other axes: the factor that they shard outermost, "" for none,
+    or else whether they pass partial sums `through` it."""
+
+    factor: str = ""
+    through: bool = False
+
+
 def shardable(spec: OpSpec, grid: Grid) -> list[str]:
     """Factors that at least one axis divides, in order of appearance, at most the longest `MAX_FACTORS`."""
     found = [
@@ -52,12 +61,24 @@ def shardable(spec: OpSpec, grid: Grid) -> list[str]:
     return found
 
 
-def strategies(spec: OpSpec, grid: Grid, *, through: bool = True, repeat: bool = True) -> list[Strategy]:
-    """Every legal strategy of an op: all ordered assignments of axes to factors, replication included.
+def strategies(
+    spec: OpSpec,
+    grid: Grid,
+    *,
+    through: bool = True,
+    repeat: bool = True,
+    role: Role = Role(),  # noqa: B008  (frozen)
+) -> list[Strategy]:
+    """Every legal strategy of an op: all ordered assignments of axes to factors, replication included. Replicas have
+    the same role in all of them.
 
     `through=False` leaves out those that pass partial sums through a linear op, for one that none can reach.
     `repeat=False` keeps only those that spread the op over the most devices.
     """
+    if role.factor:
+        return _under_replicas(spec, grid, through=through, repeat=repeat, factor=role.factor)
+    grid = grid.one_replica
+    passed_on = (REPLICAS,) if role.through else ()
     factors = shardable(spec, grid)
     found = []
     for lists in ordered_assignments(grid.axes, max(len(factors), 1)):
@@ -68,10 +89,23 @@ def strategies(spec: OpSpec, grid: Grid, *, through: bool = True, repeat: bool =
             continue
         free = [a for a in grid.axes if all(a not in axes for _, axes in assigned)]
         for k in range(len(free) + 1 if spec.linear and through else 1):
-            found += [Strategy(assigned, passed) for passed in itertools.combinations(free, k)]
+            found += [Strategy(assigned, (*passed_on, *passed)) for passed in itertools.combinations(free, k)]
     if not repeat:
         most = max(grid.extent(s.axes) for s in found)
         found = [s for s in found if grid.extent(s.axes) == most]
+    return found
+
+
+def _under_replicas(spec: OpSpec, grid: Grid, *, through: bool, repeat: bool, factor: str) -> list[Strategy]:
+    """The strategies of one replica's part of the op, the replicas added outermost to the factor that they shard."""
+    part = replace(spec, sizes={**spec.sizes, factor: spec.sizes[factor] // grid.replicas})
+    found = []
+    for s in strategies(part, grid.one_replica, through=through, repeat=repeat):
+        axes_of = {factor: (), **s.axes_of}
+        axes_of[factor] = (REPLICAS, *axes_of[factor])
+        # In the order of the op's factors, as without replicas.
+        assigned = tuple((f, axes_of[f]) for f in spec.factors if f in axes_of)
+        found.append(Strategy(assigned, s.through))
     return found
 
 
@@ -113,9 +147,15 @@ def _summed(spec: OpSpec, factor: str) -> bool:
     return not any(factor in dim for dims in spec.outputs for dim in dims)
 
 
-def states(atoms: Sequence[int], grid: Grid, kinds: str) -> list[State]:
-    """All legal placements of a value; `kinds` are the letters of R, P, V that an unused axis may have."""
+def states(atoms: Sequence[int], grid: Grid, kinds: str, replicas: str | int = "R") -> list[State]:
+    """All legal placements of a value; `kinds` are the letters of R, P, V that an unused axis may have.
+
+    On a grid with replicas, `replicas` is their place in all of them: one of the letters, or the number of an atom.
+    """
+    if isinstance(replicas, int):
+        atoms = [n // grid.replicas if i == replicas else n for i, n in enumerate(atoms)]
     found = []
+    lifted, grid = grid.replicas > 1 and replicas != "R", grid.one_replica
     for lists in ordered_assignments(grid.axes, max(len(atoms), 1)):
         if not atoms and any(lists):
             continue
@@ -127,5 +167,6 @@ def states(atoms: Sequence[int], grid: Grid, kinds: str) -> list[State]:
         for letters in itertools.product(kinds, repeat=len(free)):
             partial = tuple(a for a, k in zip(free, letters, strict=True) if k == "P")
             varying = tuple(a for a, k in zip(free, letters, strict=True) if k == "V")
-            found.append(State(tuple(lists[: len(atoms)]), partial, varying))
+            state = State(tuple(lists[: len(atoms)]), partial, varying)
+            found.append(with_replicas(state, replicas) if lifted else state)
     return found

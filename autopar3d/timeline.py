@@ -15,7 +15,7 @@ from dataclasses import dataclass
 import numpy as np
 from torch.fx import GraphModule, Node
 
-from .grid import AXES, Grid
+from .grid import Grid
 from .hardware import Hardware, Link
 from .timing import axis_of, is_start, is_view, is_wait, link_of, output_bytes, seconds, sent_bytes
 
@@ -90,7 +90,7 @@ class Network:
         self.now = 0.0
         self.began: dict[Node, float] = {}  # when each came to the head of its queue
         self.done: dict[Node, float] = {}
-        self._queues: dict[str, deque[_Flight]] = {a: deque() for a in AXES}
+        self._queues: dict[str, deque[_Flight]] = {a: deque() for a in grid.names}
 
     @property
     def busy(self) -> bool:

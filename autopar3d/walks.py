@@ -51,6 +51,16 @@ class Walks:
     counts: np.ndarray
     held: np.ndarray
 
+    @property
+    def is_partial(self) -> np.ndarray:
+        """[S, axes]."""
+        return self.held == _P
+
+    @property
+    def is_sharded(self) -> np.ndarray:
+        """[S, axes]."""
+        return self.held >= _ATOM
+
     def kind_of(self, step: np.ndarray) -> np.ndarray:
         return step >> len(self.axes) if not self.axes else (step >> len(self.axes)) // len(self.axes)
 

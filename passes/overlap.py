@@ -22,7 +22,7 @@ from collections.abc import Iterable
 
 from torch.fx import Graph, GraphModule, Node
 
-from autopar3d.grid import Grid
+from autopar3d.grid import ALL_AXES, Grid
 from autopar3d.hardware import Hardware
 from autopar3d.timeline import Forecast, Network, Storage, live_bytes, start_of, timeline_of
 from autopar3d.timing import (
@@ -449,7 +449,7 @@ def _prefetch(facts: _Facts, order: list[Node], time: list[float], lead: int, bo
 
 def _busy(facts: _Facts, order: list[Node]) -> dict[str, list[float]]:
     """Per axis, seconds of collectives that the first step started before each position."""
-    total = dict.fromkeys(("x", "y", "z"), 0.0)
+    total = dict.fromkeys(ALL_AXES, 0.0)
     found: dict[str, list[float]] = {axis: [0.0] for axis in total}
     for node in order:
         if is_start(node) and node not in facts.ahead:

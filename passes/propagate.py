@@ -10,6 +10,9 @@ share (its placements), so that a gather for q, k and v is priced once, as it is
 depends on no parameter (masks, position tables, most inputs) is set aside: it is complete on every rank, from which a
 local slice is free, and afterwards it is computed sharded wherever all its readers agree.
 
+Replicas have one role at each op (see `replicas`), and so one place in all placements of a value at one vertex: they
+are planned with the rest, priced with the rest, and add no choices.
+
 Left out of the space: a shared copy that is still a partial sum; and see `strategies.strategies`.
 """
 
@@ -30,17 +33,18 @@ from autopar3d.constraints import Pins, Wish, kept_states, kept_strategies, resu
 from autopar3d.cost import compute_seconds, link_seconds, per_unit
 from autopar3d.errors import PlanError
 from autopar3d.factors import Factors, ValueShape, is_getitem, producer
-from autopar3d.grid import Grid
+from autopar3d.grid import REPLICAS, Grid
 from autopar3d.hardware import Hardware
 from autopar3d.plan import Decisions
-from autopar3d.prices import price_table
+from autopar3d.prices import forked, price_table, travelled
 from autopar3d.program import Program
 from autopar3d.readings import Slot, drops, gradients, readings, regathered
-from autopar3d.redistribute import State, sent
+from autopar3d.redistribute import State, sent, with_replicas
+from autopar3d.replicas import Place, roles
 from autopar3d.rules import LocalOp, OpSpec, operands, results
 from autopar3d.saved import is_view
 from autopar3d.solver import Problem, Solution
-from autopar3d.strategies import Strategy, given, needed, states, strategies, summed_factors
+from autopar3d.strategies import Role, Strategy, given, needed, states, strategies, summed_factors
 
 SCHEMES = ("auto", "3d", "2d", "1d", "zero3", "zero3x1d")
 REGATHER = ("all", "weights", "none")
@@ -61,7 +65,7 @@ def search(
     factors: Factors,
     scheme: str = "auto",
     regather: str = "all",
-    result_states: Callable[[int, ValueShape], list[State]],
+    result_states: Callable[[int, ValueShape, Place], list[State]],
     pinned: Mapping[str, State] | None = None,
     pins: Pins | None = None,
 ) -> Search:
@@ -69,7 +73,8 @@ def search(
 
     Args:
         factors: of `program.graph.graph`.
-        result_states: for result number i and its atoms, the placements in which it may leave.
+        result_states: for result number i, its atoms and the place of replicas where it is made, the placements in
+            which it may leave.
         pinned: placements of placeholders that are already decided (parameters on a second planning).
         pins: what else is decided.
 
@@ -130,7 +135,7 @@ class Search:
         factors: Factors,
         scheme: str,
         regather: str,
-        result_states: Callable[[int, ValueShape], list[State]],
+        result_states: Callable[[int, ValueShape, Place], list[State]],
         pinned: dict[str, State],
         pins: Pins,
     ) -> None:
@@ -140,6 +145,7 @@ class Search:
         self.off_scheme: list[str] = []  # ops planned by cost, as the scheme does not fit their sizes
         self.graph = program.graph.graph
         self.arguments = {a.node: a for a in program.arguments}
+        self.roles = roles(program, factors, grid)
         self.grads = gradients(program)
         self.slots = readings(program)
         self.regathered = regathered(program, self.grads, self.slots)
@@ -205,9 +211,11 @@ class Search:
         spec = self.factors.specs[node]
         through = spec.linear and all(self._may_be_partial(o) for o in operands(node))
         wishes = self.pins.of_op(node.name)
-        kind = (_signature(node, spec), node in self.grads, through, self._weight_operand(node), wishes)
+        role = self.roles.get(node, Role())
+        kind = (_signature(node, spec), node in self.grads, through, self._weight_operand(node), wishes, role)
         if kind not in self.known:  # the same op on the same shapes, in another layer
-            options = strategies(spec, self.grid, through=through, repeat=self._may_repeat(node, spec))
+            repeat = self._may_repeat(node, spec)
+            options = strategies(spec, self.grid, through=through, repeat=repeat, role=role)
             if spec.flops:
                 options, fits = self._within_scheme(node, spec, options)
                 self.beside |= set() if fits else {kind}
@@ -269,7 +277,8 @@ class Search:
         for s in options:
             held = {"a": "", "b": "", "c": ""}
             for f, axes in s.assigned:
-                held["c" if f in weight and f not in out else "a" if f in weight else "b"] += "".join(axes)
+                own = "".join(a for a in axes if a != REPLICAS)
+                held["c" if f in weight and f not in out else "a" if f in weight else "b"] += own
             key = tuple("".join(sorted(held[r])) for r in "abc")
             if key in [tuple("".join(a for a in r if a in self.grid.axes) for r in role) for role in roles]:
                 legal.append(s)
@@ -334,9 +343,10 @@ class Search:
     def _copy(self, vertex: Any, source: _End, value: Node, slots: list[Slot]) -> _End:
         shape = self.factors.values[value]
         kinds = "RV" if value in self.grads else "R"
-        key: tuple[Any, ...] = ("copy", shape.atoms, kinds)
+        replicas = self._shared_place(source, value, slots)
+        key: tuple[Any, ...] = ("copy", shape.atoms, kinds, replicas)
         if key not in self.placements:
-            self.placements[key] = states(shape.atoms, self.grid, kinds)
+            self.placements[key] = states(shape.atoms, self.grid, kinds, replicas)
         found = self.placements[key]
         if vertex[0] == "copy" and value.name in self.pins.copies:
             wish = self.pins.copies[value.name]
@@ -352,6 +362,19 @@ class Search:
         self.problem.vertex(vertex, self.held[held])
         self._edge(source, copy, value, slots)
         return copy
+
+    def _shared_place(self, source: _End, value: Node, slots: list[Slot]) -> Place:
+        """Of replicas in a copy that several readers share: where all want it, or else where the fewest must change."""
+        if self.grid.replicas == 1:
+            return "R"
+        wanted = {_place(self._reader(value, slot)) for slot in slots}
+        if len(wanted) == 1:
+            (place,) = wanted
+            return "R" if place == "P" else place
+        home = _place(source)
+        if isinstance(home, int):
+            return home
+        return "V" if value in self.grads else "R"
 
     def _home(self, value: Node) -> _End:
         """Where the value comes from, and per state of that vertex the placement it has there."""
@@ -371,7 +394,7 @@ class Search:
         """The reader's vertex, and per state of it the placement that it needs."""
         if slot.reader is None:
             vertex: Any = ("result", slot.operand)
-            targets = self.result_states(slot.operand, self.factors.values[value])
+            targets = self.result_states(slot.operand, self.factors.values[value], _place(self._home(value)))
             if vertex not in self.options:
                 self.options[vertex] = targets
                 self.problem.vertex(vertex, self._nothing(len(targets)))
@@ -390,13 +413,32 @@ class Search:
         again = drops(self.regather, value) and any(s in self.regathered for s in slots)
         key = (source.key, target.key, shape.atoms, shape.bytes, grad, again)
         if key not in self.prices:  # equal layers have equal edges
-            table = price_table(len(shape.atoms), self.grid, self.hardware)
-            # Few distinct placements stand behind many strategies: price those, then spread.
-            left, at_left = np.unique([table.index[s] for s in source.states], return_inverse=True)
-            right, at_right = np.unique([table.index[s] for s in target.states], return_inverse=True)
-            prices = table.price(left, right, shape.bytes, atoms=shape.atoms, grad=grad, regather=again)
-            self.prices[key] = prices[np.ix_(at_left, at_right)]
+            self.prices[key] = self._prices(source, target, shape, grad=grad, again=again)
         self.problem.edge(source.vertex, target.vertex, self.prices[key])
+
+    def _prices(self, source: _End, target: _End, shape: ValueShape, *, grad: bool, again: bool) -> np.ndarray:
+        """Per state of either end, seconds of the change of layout; `again`: what is gathered is gathered again."""
+        start, goal = (_place(end) if self.grid.replicas > 1 else "R" for end in (source, target))
+        table = price_table(len(shape.atoms), self.grid.one_replica, self.hardware)
+        sources, targets = ([s.without_replicas() for s in end.states] for end in (source, target))
+        # Few distinct placements stand behind many strategies: price those, then spread.
+        left, at_left = np.unique([table.index[s] for s in sources], return_inverse=True)
+        right, at_right = np.unique([table.index[s] for s in targets], return_inverse=True)
+        atoms, size = shape.atoms, shape.bytes
+        if start == goal and isinstance(goal, int):
+            size //= self.grid.replicas
+            atoms = tuple(n // self.grid.replicas if i == goal else n for i, n in enumerate(atoms))
+        if start == goal or (start, goal) == ("R", "V"):
+            prices = table.price(left, right, size, atoms=atoms, grad=grad, regather=again)
+            if start != goal:
+                prices = prices + forked(table, left, right, size, self.grid, self.hardware)
+        else:
+            states = list(table.index)
+            ways = [(with_replicas(states[i], start), with_replicas(states[j], goal)) for i in left for j in right]
+            each = travelled(ways, shape.atoms, size, self.grid, self.hardware, grad=grad, regather=again)
+            prices = each.reshape(len(left), len(right))
+        found: np.ndarray = prices[np.ix_(at_left, at_right)]
+        return found
 
     def ways(self, value: Node, choice: Mapping[Any, int]) -> Iterator[tuple[State, State, list[Slot]]]:
         """The changes of layout of a planned value under a choice, and for which readers: as `_value` has edges."""
@@ -501,7 +543,7 @@ class Search:
         for i, result in enumerate(self.program.results):
             if result.node is not None and results[i] is None:
                 node = next(n for n in self.graph.nodes if n.name == result.node)
-                results[i] = self.result_states(i, self.factors.values[node])[0]
+                results[i] = self.result_states(i, self.factors.values[node], "R")[0]
 
     def _wanted(self, node: Node, chosen: dict[str, Strategy]) -> Strategy | None:
         spec = self.factors.specs[node]
@@ -529,7 +571,7 @@ class Search:
         for argument in self.program.arguments_of("parameter"):
             node = nodes[argument.node]
             state = storage[argument.node]
-            idle = [a for a in self.grid.axes if a not in state.sharding]
+            idle = [a for a in self.grid.one_replica.axes if a not in state.sharding]
             if idle:
                 found[argument.names[0]] = f"whole over {', '.join(idle)}: {self._why_whole(node, state)}"
         return found
@@ -541,6 +583,11 @@ class Search:
             return f"no dim of {shape} is divisible by more of the grid"
         dims = " and ".join(" x ".join(map(str, d)) for d in self.factors.values[node].dims if len(d) > 1)
         return f"{shape} is also read as {dims}, whose outer part the grid does not divide"
+
+
+def _place(end: _End) -> Place:
+    """Of replicas: the same in all states of a vertex."""
+    return end.states[0].place(REPLICAS)
 
 
 # Axes of the roles (a, b, c) of design 1. A scheme may use several, and alternates as the costs say.

@@ -94,6 +94,9 @@ def parser() -> argparse.ArgumentParser:
 def _model_arguments(to: argparse.ArgumentParser) -> None:
     to.add_argument("source", metavar="SOURCE", help=_SOURCE)
     to.add_argument("--grid", type=_grid, required=True, metavar="X,Y,Z", help="sizes of the axes, or auto")
+    to.add_argument(
+        "--replicas", type=_count, metavar="R", help="so many grids that share the batch; --grid auto tries all"
+    )
     to.add_argument("--world-size", type=_count, metavar="N", help="number of devices: for --grid auto, else checked")
     to.add_argument(
         "--hardware", metavar="NAME", help="profile: a100, h100, v100, cpu, bandwidth, or a file of calibrate"

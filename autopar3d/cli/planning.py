@@ -60,7 +60,7 @@ def simulate(options: argparse.Namespace) -> int:
     found = testing.trains_like_one_device(
         lambda: models.pop(),
         first.args,
-        options.grid,
+        _grid(options),
         example_kwargs=first.kwargs,
         loss_fn=first.loss_fn,
         steps=options.steps,
@@ -69,7 +69,7 @@ def simulate(options: argparse.Namespace) -> int:
     worst = found.worst
     if options.json:
         failures = [str(f) for f in found.failures]
-        print(json.dumps({"grid": found.grid.sizes, "tolerance": found.tol, "worst": worst, "differ": failures}))
+        print(json.dumps({"grid": found.grid.shape, "tolerance": found.tol, "worst": worst, "differ": failures}))
     else:
         print(f"{options.steps} steps of AdamW on grid {found.grid}, all ranks simulated, beside one device")
         print("largest difference, relative:")
@@ -98,7 +98,18 @@ def _asked(call: Callable[..., T], options: argparse.Namespace) -> T:
     made = load(options.source)()
     more = _shared(options)
     world = options.world_size
-    return call(made.model, options.grid, made.args, made.kwargs, loss_fn=made.loss_fn, world_size=world, **more)
+    return call(made.model, _grid(options), made.args, made.kwargs, loss_fn=made.loss_fn, world_size=world, **more)
+
+
+def _grid(options: argparse.Namespace) -> Any:
+    """`--grid` and `--replicas` together."""
+    from autopar3d.errors import GridError
+
+    if options.replicas is None:
+        return options.grid
+    if options.grid == "auto":
+        raise GridError("--replicas goes with the sizes of a grid; --grid auto tries all numbers of replicas itself")
+    return autopar3d.Grid(*options.grid, replicas=options.replicas)
 
 
 def _shared(options: argparse.Namespace) -> dict[str, Any]:

@@ -17,10 +17,17 @@ if TYPE_CHECKING:
 _ROLES = {"a": "gathers inputs", "b": "gathers weights", "c": "reduces results"}
 
 
+def named(plan: Plan, times: str) -> str:
+    """The grid as `4 x 2 x 1`, `times` between."""
+    more = f", {plan.replicas} replicas" if plan.replicas > 1 else ""
+    return times.join(map(str, plan.grid)) + more
+
+
 def axes(plan: Plan) -> str:
     """A table: a line an axis."""
     rows = []
-    for axis, size in zip("xyz", plan.grid, strict=True):
+    sizes = {**({"r": plan.replicas} if plan.replicas > 1 else {}), **dict(zip("xyz", plan.grid, strict=True))}
+    for axis, size in sizes.items():
         colour = f"<i style='display:inline-block;width:12px;height:12px;background:{AXIS_COLOURS[axis]}'></i>"
         name = f"<span style='white-space:nowrap'>{colour} <b>{axis}</b> = {size}</span>"
         if size == 1:
@@ -46,7 +53,7 @@ def does(plan: Plan, axis: str) -> str:
     for op in plan.ops:
         if not op.flops:
             continue
-        for word, axes_of in re.findall(r"(\S+?)[=:]([xyz]+)", op.roles):
+        for word, axes_of in re.findall(r"(\S+?)[=:]([rxyz]+)", op.roles):
             if axis in axes_of:
                 found["repeats work" if word == "repeat" else _ROLES.get(word, f"cuts {word}")] += 1
     return ", ".join(f"{what} ({n})" for what, n in found.most_common()) or "-"

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 from autopar3d.tables import byte_text, fold, second_text
 
+from .axes import named
 from .modules import table as html_table
 from .style import STYLE
 from .whole import tiles
@@ -42,7 +43,7 @@ def table(plan: Plan) -> str:
     escaped = [[tuple(escape(cell) for cell in row) for row in fold(rows)] for rows in (stored, heavy)]
     parameters = html_table(("parameter", "shape", "stored as", "local", "gathered"), escaped[0])
     ops = html_table(("module", "op", "layout", "roles", "sent", "time"), escaped[1], right=(4, 5))
-    title = f"Plan for a grid of {' × '.join(map(str, plan.grid))}, {escape(plan.hardware)}"
+    title = f"Plan for a grid of {named(plan, ' × ')}, {escape(plan.hardware)}"
     folded = (("Products and attention", " open", ops), ("Parameters", "", parameters))
     parts = [f"<details{how}><summary>{name}</summary>{inside}</details>" for name, how, inside in folded]
     return f"<div class='ap3d'><style>{STYLE}</style><b>{title}</b>{tiles(plan)}{''.join(parts)}</div>"

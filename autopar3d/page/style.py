@@ -1,7 +1,7 @@
 """How the page looks: light and dark after the reader's setting, and colours that people with any kind of colour
 blindness can tell apart (Okabe and Ito's)."""
 
-AXIS_COLOURS = {"x": "#E69F00", "y": "#009E73", "z": "#56B4E9"}
+AXIS_COLOURS = {"r": "#CC79A7", "x": "#E69F00", "y": "#009E73", "z": "#56B4E9"}
 
 # All names begin with ap3d, for the page's table also stands in notebooks, among other people's styles.
 STYLE = """

@@ -5,10 +5,11 @@ from __future__ import annotations
 from html import escape
 from typing import TYPE_CHECKING
 
+from autopar3d.grid import ALL_AXES
 from autopar3d.tables import byte_text, second_text
 
 from . import drawings
-from .axes import axes
+from .axes import axes, named
 from .modules import table, tree
 from .style import STYLE
 
@@ -22,7 +23,7 @@ def page(plan: Plan) -> str:
     """One self-contained page: no scripts, nothing is loaded from elsewhere."""
     recording = plan.timeline if plan.timeline is not None and plan.timeline.spans else None
     sections = [
-        f"<h1>Plan for a grid of {' × '.join(map(str, plan.grid))}</h1>",
+        f"<h1>Plan for a grid of {named(plan, ' × ')}</h1>",
         f"<p class='ap3d-faint'>{plan.devices} devices, hardware {escape(plan.hardware)}, scheme "
         f"{escape(plan.scheme or '-')}, regather {escape(plan.regather or '-')}, {escape(plan.inputs or '-')} inputs; "
         f"plan <code>{plan.hash[:12]}</code></p>",
@@ -46,7 +47,7 @@ def page(plan: Plan) -> str:
     return (
         "<!doctype html>\n<html lang='en'><head><meta charset='utf-8'><meta name='viewport' "
         "content='width=device-width, initial-scale=1'><meta name='color-scheme' content='light dark'>"
-        f"<title>Plan {plan.hash[:12]}: {' x '.join(map(str, plan.grid))}</title><style>html, body {{ margin: 0 }} "
+        f"<title>Plan {plan.hash[:12]}: {named(plan, ' x ')}</title><style>html, body {{ margin: 0 }} "
         f"main {{ max-width: 1200px; margin: 0 auto; padding: 20px }} {STYLE}</style></head>"
         f"<body class='ap3d'><main>{''.join(sections)}</main></body></html>\n"
     )
@@ -82,7 +83,7 @@ def _traffic(plan: Plan) -> str:
         if any(s.kind == k for s in plan.traffic)
     ]
     rows = []
-    for axis in "xyz":
+    for axis in ALL_AXES:
         mine = {k: plan.bytes.get((axis, k), 0.0) for k in kinds}
         if any(mine.values()):
             cells = [byte_text(n) if n else "-" for n in mine.values()]
