@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from torch.fx import Node
 
 from autopar3d.factors import Factors, producer
-from autopar3d.grid import Grid
+from autopar3d.grid import Grid, GridLike
 from autopar3d.hardware import PROFILES
 from autopar3d.passes.canonicalize import canonicalize
 from autopar3d.passes.propagate import Search, search
@@ -38,13 +38,13 @@ from autopar3d.strategies import needed
 from tests.test_best_plan import Block, Inner, program_of
 
 
-def planner_of(program: Program, sizes: tuple[int, int, int], hardware: str, regather: str, outputs: str) -> Search:
-    grid = Grid(*sizes)
+def planner_of(program: Program, sizes: GridLike, hardware: str, regather: str, outputs: str) -> Search:
+    grid = Grid.of(sizes)
     modes = output_modes(program, Options(outputs=outputs))
     factors = Factors(program.graph.graph)
 
-    def states(i: int, shape: Any) -> list[State]:
-        return _result_states(modes[i], shape, grid)
+    def states(i: int, shape: Any, replicas: Any) -> list[State]:
+        return _result_states(modes[i], shape, grid, replicas)
 
     return search(program, grid, PROFILES[hardware], factors=factors, regather=regather, result_states=states)
 
@@ -193,9 +193,30 @@ def test_the_planner_finds_the_least_of_all_on_two_axes(
     check(plan, (2, 4, 1), hardware, regather, outputs)
 
 
-def check(plan: Any, sizes: tuple[int, int, int], hardware: str, regather: str, outputs: str) -> None:
+class Fed(Random):
+    """The same on a batch."""
+
+    def forward(self, x: Tensor) -> tuple[Tensor, ...]:  # type: ignore[override]
+        (made,) = super().forward()
+        return (F.linear(x, made).square().mean(), x @ made)
+
+
+@settings(max_examples=12, deadline=None, phases=[Phase.generate], suppress_health_check=list(HealthCheck))
+@given(
+    plan=st.lists(ops, min_size=1, max_size=2),
+    hardware=st.sampled_from(["cpu", "h100", "bandwidth"]),
+    regather=st.sampled_from(["all", "weights", "none"]),
+    outputs=st.sampled_from(["global", "sharded"]),
+)
+def test_the_planner_finds_the_least_of_all_beside_replicas(
+    plan: list[tuple[str, int, int]], hardware: str, regather: str, outputs: str
+) -> None:
+    check(plan, Grid(2, 1, 1, replicas=4), hardware, regather, outputs, fed=True)
+
+
+def check(plan: Any, sizes: GridLike, hardware: str, regather: str, outputs: str, *, fed: bool = False) -> None:
     with torch.device("meta"):
-        program = canonicalize(trace(Random(plan)))
+        program = canonicalize(trace(Fed(plan), (torch.empty(8, 8),)) if fed else trace(Random(plan)))
     planner = planner_of(program, sizes, hardware, regather, outputs)
     found = planner.run()
     assume(math.prod(len(o) for v, o in planner.options.items() if v[0] not in ("storage", "group")) <= 2_000)  # to try

@@ -261,7 +261,7 @@ def emitted(name: str, scheme: str, grid: Grid = GRID) -> Emitted:
         grid,
         PROFILES["cpu"],
         factors=factors,
-        result_states=lambda i, shape: [State(((),) * len(shape.atoms))],
+        result_states=lambda i, shape, replicas: [State(((),) * len(shape.atoms))],
         scheme=scheme,
     ).run()
     local = rewrite(program, factors, decisions)
