@@ -144,6 +144,12 @@ def test_dropout_masks_do_not_depend_on_replicas() -> None:
         torch.testing.assert_close(outputs(grid), want, rtol=1e-12, atol=1e-12)
 
 
+def test_lanes_go_with_replicas() -> None:
+    more = {"targets": (rows(),)}
+    found = trains_like_one_device(mlp, rows(), Grid(2, 1, 1, replicas=2), example_kwargs=more, steps=2, lanes=2, **HOW)
+    assert not found.failures and found.plan.lanes == 2 and found.plan.replicas == 2
+
+
 def test_plans_are_files_are_explained_and_obey_constraints(tmp_path: Path) -> None:
     model, batch = MODELS["gpt"][0](torch.float64), MODELS["gpt"][1](torch.float64)
     plan = autopar3d.plan(model, CUBES, *batch)
