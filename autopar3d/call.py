@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import copy
 import operator
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -16,9 +16,11 @@ from autopar3d.private import tree_unflatten
 
 from . import tree
 from .counter import RandomState
+from .deferral import Deferral
 from .errors import InputError
 from .execute import Entered, Executor, run_step
 from .layout import Layout
+from .passes.defer import Deferred
 from .passes.differentiate import Differentiated
 from .pytrees import flatten_input
 from .step import Step
@@ -29,22 +31,43 @@ if TYPE_CHECKING:
 Leaves = list[tuple[str, Any]]  # path and value of each leaf of a call's (args, kwargs)
 
 
+class Maker(Protocol):
+    """Makes more graphs of a step: the compiler."""
+
+    def with_seeds(self, step: Step, seeds: tuple[int, ...]) -> Step:
+        """The step with graphs for gradients that flow from these results."""
+        ...
+
+    def deferred(self, step: Step, seeds: tuple[int, ...]) -> Deferred:
+        """The backward graph for these gradients, in two."""
+        ...
+
+
 class Prepared:
     """A step, ready to be called: its outer graph, and the graphs for other seeds once they were needed."""
 
-    def __init__(self, step: Step, plan: Plan, leaves: Leaves, make: Callable[[Step, tuple[int, ...]], Step]) -> None:
+    def __init__(self, step: Step, plan: Plan, leaves: Leaves, maker: Maker) -> None:
         self.step, self.plan, self.leaves = step, plan, leaves
         self.outer: GraphModule = GraphModule(nn.Module(), Graph())
-        self.make = make
+        self.maker = maker
+        self.deferral = Deferral()  # the module's, once bound
         self.has_run = False
         self._variants = {step.runs.tangents: step.runs}
+        self._deferred: dict[tuple[int, ...], Deferred] = {}
 
     def switch(self, seeds: tuple[int, ...]) -> Differentiated:
         """Graphs for gradients that flow from these results; the next call runs them, expecting the same again."""
         if seeds not in self._variants:
-            self._variants[seeds] = self.make(self.step, seeds).runs
+            self._variants[seeds] = self.maker.with_seeds(self.step, seeds).runs
         self.step = replace(self.step, runs=self._variants[seeds])
         return self.step.runs
+
+    def deferred(self) -> Deferred:
+        """The backward graph in two, for gradients that flow from where they flow now."""
+        seeds = self.step.runs.tangents
+        if seeds not in self._deferred:
+            self._deferred[seeds] = self.maker.deferred(self.step, seeds)
+        return self._deferred[seeds]
 
     def copied(self) -> Prepared:
         """A copy with graphs of its own."""
@@ -56,7 +79,7 @@ class Prepared:
             backward=backward,
             inference=copy.deepcopy(runs.inference),
         )
-        return Prepared(replace(self.step, runs=own), self.plan, self.leaves, self.make)
+        return Prepared(replace(self.step, runs=own), self.plan, self.leaves, self.maker)
 
 
 def stand_ins(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Leaves:
@@ -70,7 +93,7 @@ def stand_ins(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Leaves:
 
 def bind(module: nn.Module, prepared: Prepared, executor: Executor) -> None:
     """Build the outer graph of a step: inputs, their shards, one call of the two graphs, outputs."""
-    step = prepared.step
+    step, prepared.deferral = prepared.step, module.__dict__["_ap3d"].deferral
     graph = Graph()
     shards = []
     pairs = zip(step.program.arguments, step.argument_layouts, strict=True)

@@ -27,12 +27,13 @@ from .initialize import initial_values
 from .layout import Layout
 from .module import Engine, ParallelModule
 from .outputs import with_outputs
+from .passes.defer import Deferred, defer
 from .precision import MixedPrecision, ambient, autocast
 from .program import Argument, Program
 from .progress import stage, watching
 from .pytrees import flatten_input
 from .report import make_plan
-from .schedule import in_best_lanes, scheduled
+from .schedule import in_best_lanes, schedule, scheduled
 from .skeleton import Skeleton
 from .step import Options, Step, build_step, differentiated
 from .tree import slot
@@ -351,7 +352,7 @@ class Compiler(Engine):
         if self.model is not None:
             self._take_over(self.model, module, step)
             self.model = None
-        prepared = Prepared(step, made, stand_ins(args, kwargs), self._with_seeds)
+        prepared = Prepared(step, made, stand_ins(args, kwargs), self)
         bind(module, prepared, self.executor)
         return prepared
 
@@ -438,10 +439,22 @@ class Compiler(Engine):
         return runtime.jointly("planning", work, lambda made: made[1].hash, advice, of=call)
 
     @_settled
-    def _with_seeds(self, step: Step, seeds: tuple[int, ...]) -> Step:
+    def with_seeds(self, step: Step, seeds: tuple[int, ...]) -> Step:
         """The step with graphs for gradients that flow from these results."""
         runs = differentiated(step.program, step.local, self.options, seeds)
         return scheduled(replace(step, runs=runs), self.options.overlap)
+
+    @_settled
+    def deferred(self, step: Step, seeds: tuple[int, ...]) -> Deferred:
+        """The backward graph for these gradients, in two; see `ParallelModule.no_sync`."""
+        runs = differentiated(step.program, step.local, self.options, seeds)
+        assert runs.backward is not None
+        kinds = [step.program.arguments[number].kind for number in runs.gradients]
+        split = defer(runs.backward, [i for i, kind in enumerate(kinds) if kind == "parameter"])
+        if self.options.overlap is False:
+            return split
+        local, reduce = (schedule(g, self.grid, self.hardware) for g in (split.local, split.reduce))
+        return replace(split, local=local, reduce=reduce)
 
     def _refuse_other_cuts(self, step: Step) -> None:
         """With sharded inputs, a rank's part means the same under every plan."""

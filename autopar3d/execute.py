@@ -18,12 +18,14 @@ from torch.fx import GraphModule
 from torch.profiler import record_function
 
 from . import postmortem
+from .deferral import Deferral, Held
 from .dtensor import like_parameter, local, placements, to_dtensor
 from .errors import StateError
 from .grid import Grid
 from .inductor import Inductor
 from .layout import Layout
 from .lockstep import run_lockstep
+from .passes.defer import Deferred
 from .passes.differentiate import Differentiated
 from .precision import ambient, autocast
 from .private import keeps_graph
@@ -76,6 +78,11 @@ class Source(Protocol):
     """Where a call takes its step from."""
 
     step: Step
+    deferral: Deferral
+
+    def deferred(self) -> Deferred:
+        """The backward graph of `step` in two."""
+        ...
 
     def switch(self, seeds: tuple[int, ...]) -> Differentiated:
         """Graphs for gradients that flow from these results, from now on in `step`."""
@@ -162,12 +169,35 @@ class _Run(torch.autograd.Function):
         grads: list[Tensor | None] = [None] * len(ctx.tensors)
         if runs.backward is not None:
             with record_function("autopar3d backward"):
-                out = _run(executor, runs.backward, [*saved, *seeds])
-            for number, value in zip(runs.gradients, out, strict=True):
-                if number in step.lower:
-                    value = _cast(value, ctx.tensors[number].dtype)
-                grads[number] = executor.gradient(value, step.argument_layouts[number], ctx.tensors[number])
+                out = _gradients(ctx.source, step, runs, executor, [*saved, *seeds], ctx.tensors)
+            for position, value in out.items():
+                number = runs.gradients[position]
+                grads[number] = _gradient(step, executor, number, value, ctx.tensors[number])
         return (None, None, *grads)
+
+
+def _gradients(
+    source: Source, step: Step, runs: Differentiated, executor: Executor, values: Sequence[Any], tensors: Sequence[Any]
+) -> dict[int, Any]:
+    """Gradients by their position in `runs.gradients`, without those that are held back (see `deferral`)."""
+    assert runs.backward is not None
+    deferral = source.deferral
+    if not deferral.on and not deferral.held:
+        return dict(enumerate(_run(executor, runs.backward, values)))
+
+    def finish(position: int, value: Any) -> tuple[Tensor, Tensor]:
+        number = runs.gradients[position]
+        return tensors[number], _gradient(step, executor, number, value, tensors[number])
+
+    held = Held([], _versions(step, tensors), lambda: _versions(step, tensors), finish)
+    return deferral.backward(source.deferred(), lambda graph, given: _run(executor, graph, given), values, held)
+
+
+def _gradient(step: Step, executor: Executor, number: int, value: Any, like: Tensor) -> Tensor:
+    """The gradient of an argument, as the user gets it."""
+    if number in step.lower:
+        value = _cast(value, like.dtype)
+    return executor.gradient(value, step.argument_layouts[number], like)
 
 
 def _versions(step: Step, tensors: Sequence[Tensor | Entered]) -> list[int]:

@@ -7,6 +7,7 @@ planned for its shapes and modes, or plans one with the parameters' layouts as t
 
 from __future__ import annotations
 
+import contextlib
 import logging
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
@@ -23,6 +24,7 @@ from . import state, tree
 from .call import Leaves, Prepared, bind, rebuild, refuse_differences, refuse_places
 from .collectives import collectives
 from .counter import RandomState
+from .deferral import Deferral
 from .errors import AutoPar3DError, InputError, StateError, TraceError
 from .execute import Executor
 from .layout import Layout
@@ -60,6 +62,7 @@ class _Calls:
     random: RandomState
     steps: dict[Key, Prepared] = field(default_factory=dict)
     last: Prepared | None = None
+    deferral: Deferral = field(default_factory=Deferral)
     uninitialized: state.Uninitialized = field(default_factory=state.Uninitialized)
 
 
@@ -200,6 +203,32 @@ class ParallelModule(GraphModule):
             raise
         prepared.has_run = True
         return rebuild(prepared.step, flat)
+
+    @contextlib.contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Within, backward leaves gradients unreduced, for accumulation: they are summed up locally, `.grad` stays as
+        it is, and the next backward outside reduces the sums together with its own gradients.
+
+        What counts is where backward runs. An unreduced gradient is as large as the parameter is gathered to for the
+        product, the whole of it with "zero3"; `par.held_bytes` says how much is held. Gradients that need no
+        collective, and those of inputs, are complete in `.grad` at once.
+        """
+        deferral = self.__dict__["_ap3d"].deferral
+        before, deferral.on = deferral.on, True
+        try:
+            yield
+        finally:
+            deferral.on = before
+
+    @property
+    def held_bytes(self) -> int:
+        """Bytes of unreduced gradients that this rank holds after backward passes under `no_sync`."""
+        return sum(split.bytes for split in self.__dict__["_ap3d"].deferral.held)
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """As of every module; what `no_sync` holds back is dropped, too."""
+        self.__dict__["_ap3d"].deferral.held.clear()
+        super().zero_grad(set_to_none)
 
     def plan_for(self, *args: Any, **kwargs: Any) -> Plan:
         """Plan a call without running it; tensors are of global shape, and only shape and dtype are read.

@@ -7,8 +7,9 @@
 5. ``rewrite``: the global graph and the plan become the local forward graph, collectives as nodes.
 6. ``differentiate``: the local program's forward and backward graphs.
 7. ``widen``: gradients are reduced in a wider dtype, where that is asked for.
-8. ``bucket``: small collectives of one kind and axis become one.
-9. ``overlap``: collectives start as early, and are waited for as late, as the data allows.
+8. ``defer``: the reductions of gradients in a graph of their own, where gradients are accumulated.
+9. ``bucket``: small collectives of one kind and axis become one.
+10. ``overlap``: collectives start as early, and are waited for as late, as the data allows.
 
 Every pass is a pure function: it builds a new graph and never edits its input.
 
