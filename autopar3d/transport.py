@@ -5,7 +5,9 @@ On gloo it is a `DirectGroup`: each rank sends its parts straight to the others,
 with `examples/benchmarks/collectives.py` (gloo of torch 2.13, bytes that leave a rank's link, for n bytes put in):
 
 - reduce_scatter: gloo's own moves 2(g-1)/g n, as much as its all_reduce; sent straight it is (g-1)/g n.
-- all_gather: the same bytes, at half to two thirds of the CPU time (gloo's own copies what it got once more).
+- all_gather: the same bytes, at half to two thirds of the CPU time (gloo's own copies what it got once more). But much
+  data over a limited link goes faster around gloo's ring, one message at a time: where all send to all at once, four
+  links of 100 Mbit/s carried 80% of their rate, and with the ring 98%.
 - all_reduce: gloo's own is a ring, right for much data and many ranks. Where all is sent to all, there is one round
   instead of 2(g-1): for two ranks (the same bytes), and for few bytes.
 
@@ -24,6 +26,9 @@ from torch import Tensor
 
 # All-reduces of at most this many bytes are sent to all: a few round trips of a slow link are worth some packets.
 _FEW_BYTES = 16_384
+
+# All-gathers of more than two ranks in which each puts in at least so many bytes go around gloo's ring.
+_MANY_BYTES = 200_000
 
 _TAG = 0x3D
 
@@ -86,8 +91,11 @@ class DirectGroup(dist.ProcessGroup):
         size, me = self.size(), self.rank()
         mine, alone = _packed(inputs), len(inputs) == 1
         whole = (outputs[0] if alone else mine.new_empty(size * mine.numel())).view(size, -1)
-        messages = self._exchange([mine] * size, whole.unbind())
-        whole[me].copy_(mine)
+        if size > 2 and mine.numel() * mine.element_size() >= _MANY_BYTES:
+            messages = [self.inner.all_gather_single(whole.view(-1), mine)]
+        else:
+            messages = self._exchange([mine] * size, whole.unbind())
+            whole[me].copy_(mine)
 
         def unpack() -> None:
             at = 0

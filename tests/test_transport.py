@@ -35,6 +35,9 @@ def _calls(size: int) -> dict[str, Callable[[str, list[Tensor]], list[Tensor]]]:
         "all_to_all": lambda g, x: [c10d.all_to_all_single(x[0], [2] * size, [2] * size, g)],
         "uneven": lambda g, x: [_uneven(g, x[0], uneven)],
         "gathers": lambda g, x: c10d.all_gather_into_tensor_coalesced(x, size, g),
+        # So much goes around gloo's ring.
+        "much gathered": lambda g, x: [c10d.all_gather_into_tensor(x[0].repeat(500, 1, 1), size, g)],
+        "much in buckets": lambda g, x: c10d.all_gather_into_tensor_coalesced([x[0].repeat(500, 1, 1), *x], size, g),
         "scatters": lambda g, x: c10d.reduce_scatter_tensor_coalesced(x, "sum", size, g),
         "reduces": lambda g, x: c10d.all_reduce_coalesced(x, "sum", g),
     }
