@@ -70,6 +70,11 @@ def forget_meshes() -> None:
     _clear_sharding_prop_cache()
 
 
+def distribution_checks() -> bool:
+    """Whether torch.distributions look at their arguments' values, which only has a public setter."""
+    return torch.distributions.Distribution._validate_args
+
+
 def keeps_graph() -> bool:
     """Inside a backward: whether it was called with `retain_graph=True`, so that it may be called once more."""
     return torch._C._autograd._get_current_graph_task_keep_graph()  # type: ignore[no-any-return, attr-defined, unused-ignore]
@@ -99,6 +104,7 @@ __all__ = [
     "TorchDispatchMode",
     "TreeSpec",
     "assert_async",
+    "distribution_checks",
     "forget_meshes",
     "get_default_store",
     "inductor",

@@ -12,9 +12,10 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.nn.modules.batchnorm import _NormBase
 from torch.overrides import TorchFunctionMode
 
+from autopar3d.errors import TraceError
+from autopar3d.private import distribution_checks
 from autopar3d.rules.ctc import ctc_losses
 
 
@@ -23,6 +24,8 @@ def substitutes(model: nn.Module) -> Iterator[None]:
     """While a model is traced: the same results from torch's own functions and modules, with no look at a value.
 
     - gaussian_nll_loss checks for a negative variance, ctc_loss takes lengths as Python numbers;
+    - distributions check their arguments, which is left out;
+    - rrelu and multinomial draw numbers of their own: here by ops whose draws are the same on every grid;
     - nn.TransformerEncoder and nn.TransformerDecoder look whether a mask is causal, which only picks a kernel;
     - a batch norm with momentum=None divides by the number of batches that it has seen.
     """
@@ -32,15 +35,21 @@ def substitutes(model: nn.Module) -> Iterator[None]:
             if isinstance(module, kind):
                 taken_as_given = functools.partial(_not_known_to_be_causal, name)
                 hooks.append(module.register_forward_pre_hook(taken_as_given, with_kwargs=True))
-        if isinstance(module, _NormBase) and module.momentum is None and module.track_running_stats:
+        if isinstance(module, _BATCH_NORMS) and module.momentum is None and module.track_running_stats:
             average = _CumulativeAverage()
             hooks += [module.register_forward_pre_hook(average.before), module.register_forward_hook(average.after)]
+    checks = distribution_checks()
+    torch.distributions.Distribution.set_default_validate_args(False)
     try:
         with _Functions():
             yield
     finally:
+        torch.distributions.Distribution.set_default_validate_args(checks)
         for handle in hooks:
             handle.remove()
+
+
+_BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
 
 
 class _Functions(TorchFunctionMode):
@@ -91,7 +100,32 @@ def _ctc_loss(
     return losses.sum() if reduction == "sum" else losses.squeeze(0) if alone else losses
 
 
-_FUNCTIONS: dict[Any, Callable[..., Any]] = {F.gaussian_nll_loss: _gaussian_nll_loss, F.ctc_loss: _ctc_loss}
+def _rrelu(
+    input: Tensor, lower: float = 1.0 / 8, upper: float = 1.0 / 3, training: bool = False, inplace: bool = False
+) -> Tensor:
+    slope = torch.empty_like(input).uniform_(lower, upper) if training else (lower + upper) / 2
+    result = torch.where(input >= 0, input, input * slope)
+    return input.copy_(result) if inplace else result
+
+
+def _multinomial(input: Tensor, num_samples: int, replacement: bool = False, *, generator: Any = None) -> Tensor:
+    """The first arrivals of exponential clocks, as torch itself draws without replacement."""
+    if generator is not None:
+        raise TraceError("torch.multinomial with a generator of its own would draw other numbers on each rank")
+    weights = input.detach()
+    if not replacement:
+        return (weights / torch.empty_like(weights).exponential_()).topk(num_samples).indices
+    each = weights.unsqueeze(-2).expand(*weights.shape[:-1], num_samples, weights.shape[-1])
+    return (each / torch.empty_like(each).exponential_()).argmax(-1)
+
+
+_FUNCTIONS: dict[Any, Callable[..., Any]] = {
+    F.gaussian_nll_loss: _gaussian_nll_loss,
+    F.ctc_loss: _ctc_loss,
+    F.rrelu: _rrelu,
+    torch.multinomial: _multinomial,
+    Tensor.multinomial: _multinomial,
+}
 
 
 def _not_known_to_be_causal(name: str, module: nn.Module, args: Any, kwargs: dict[str, Any]) -> Any:

@@ -34,7 +34,8 @@ def _program(forward: Callable[..., Any], *args: Any) -> Program:
 def _run(program: Program, *args: Tensor, key: tuple[int, int] = (0, 0)) -> Tensor:
     given = iter(args)
     values = {"parameter": lambda: torch.ones(()), "input": lambda: next(given), "key": lambda: torch.tensor(key)}
-    return program.graph(*(values[a.kind]() for a in program.arguments))[0]
+    held = (program.constants[a.node] if a.kind == "constant" else values[a.kind]() for a in program.arguments)
+    return program.graph(*held)[0]
 
 
 X = torch.linspace(-1, 1, 200 * 50).reshape(200, 50)
@@ -107,8 +108,7 @@ def test_permutation() -> None:
 @pytest.mark.parametrize(
     ("name", "function"),
     [
-        ("multinomial", lambda x: torch.multinomial(x.softmax(-1), 2)),
-        ("rrelu", lambda x: F.rrelu(x, training=True)),
+        ("cauchy", lambda x: x.clone().cauchy_()),
         ("poisson", lambda x: torch.poisson(x.abs())),
     ],
 )
@@ -117,10 +117,21 @@ def test_refused(name: str, function: Callable[[Tensor], Tensor]) -> None:
         _program(function, X)
 
 
-def test_recurrent_layers_with_dropout_are_refused() -> None:
-    layer = nn.LSTM(50, 4, num_layers=2, dropout=0.5)
-    with pytest.raises(TraceError, match="lstm"):
-        _program(lambda x: layer(x)[0], torch.ones(2, 50))
+def test_dropout_between_recurrent_layers() -> None:
+    layer = nn.LSTM(50, 4, num_layers=2, dropout=0.5).requires_grad_(False)
+    program = _program(lambda x: layer(x)[0], torch.ones(2, 50))
+    assert not _run(program, torch.ones(2, 50)).equal(_run(program, torch.ones(2, 50), key=(0, 1)))
+    layer.eval()
+    assert torch.allclose(_run(_program(lambda x: layer(x)[0], X[:3]), X[:3]), layer(X[:3])[0], atol=1e-6)
+
+
+def test_multinomial_without_replacement_draws_in_proportion() -> None:
+    weights = torch.tensor([1.0, 2.0, 0.0, 5.0]).expand(4000, 4)
+    program = _program(lambda x: torch.multinomial(x, 2).double(), weights)
+    drawn = _run(program, weights).long()
+    assert (drawn[:, 0] != drawn[:, 1]).all() and not (drawn == 2).any()
+    first = torch.bincount(drawn[:, 0], minlength=4) / 4000
+    assert torch.allclose(first, torch.tensor([1.0, 2.0, 0.0, 5.0]) / 8, atol=0.03)
 
 
 def _attention_cases() -> dict[str, dict[str, Any]]:
