@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from .hardware import Hardware
     from .launch import launch
     from .layout import Layout
+    from .lengths import few_lengths
     from .module import ParallelModule
     from .precision import MixedPrecision
 
@@ -38,6 +39,7 @@ __all__ = [
     "calibrate",
     "collectives",
     "compile",
+    "few_lengths",
     "launch",
     "plan",
     "simulate",
@@ -56,6 +58,7 @@ _HOMES = {
     "calibrate": "calibration",
     "collectives": "collectives",
     "compile": "compiler",
+    "few_lengths": "lengths",
     "launch": "launch",
     "plan": "compiler",
     "simulate": "compiler",

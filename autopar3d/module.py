@@ -190,6 +190,8 @@ class ParallelModule(GraphModule):
         calls.uninitialized.check()
         if prepared is not calls.last:
             self._show(prepared)
+        if key in calls.steps:  # the one used last is forgotten last
+            calls.steps[key] = calls.steps.pop(key)
         tensors = [leaf for _, leaf in leaves if isinstance(leaf, Tensor)]
         try:
             flat = prepared.outer(*tensors)
@@ -244,6 +246,8 @@ class ParallelModule(GraphModule):
             leaves = [(path, self._part_of(path, leaf)) for path, leaf in leaves]
         # The key is made afterwards: the first planning creates the parameters that it names.
         calls.steps[self._key(in_spec, leaves)] = prepared
+        while len(calls.steps) > _KEPT:
+            del calls.steps[next(iter(calls.steps))]
         return prepared.plan
 
     def _plan_call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Prepared:
@@ -254,8 +258,10 @@ class ParallelModule(GraphModule):
         if len(calls.steps) == _MANY:
             _log.warning(
                 "%d plans were made for calls that differ in shapes, modes or Python values, and each takes time and "
-                "memory: pad batches to few shapes, and pass as tensors what changes often",
+                "memory: pad batches to few shapes (autopar3d.few_lengths does), and pass as tensors what changes "
+                "often. The last %d are kept",
                 _MANY,
+                _KEPT,
             )
         if calls.engine.executor.sharded_inputs:
             args, kwargs = tree_unflatten(self._global(leaves), in_spec)
@@ -412,6 +418,7 @@ class ParallelModule(GraphModule):
 
 
 _MANY = 8  # plans of one module, from which on a user should know
+_KEPT = 64  # plans of one module that are kept: of those used last
 
 _log = logging.getLogger(__name__)
 

@@ -28,6 +28,7 @@ SECTIONS: dict[str, list[Any]] = {
         autopar3d.plan,
         autopar3d.check,
         autopar3d.launch,
+        autopar3d.few_lengths,
         autopar3d.calibrate,
     ],
     "The compiled module": [autopar3d.ParallelModule],

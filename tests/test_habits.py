@@ -6,11 +6,12 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 import autopar3d
-from autopar3d.errors import StateError, TraceError
+from autopar3d.errors import InputError, StateError, TraceError
 
 GRID = (2, 1, 2)
 
@@ -133,3 +134,46 @@ def test_lengths_that_come_again_are_planned_once(caplog: pytest.LogCaptureFixtu
         for n in (2, 4, 6, 7, 9):
             par(rows(n))
     assert sum("8 plans were made" in record.message for record in caplog.records) == 1
+
+
+class Causal(nn.Module):
+    """A token sees those before it; with a mask, only those that count."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.tokens, self.qkv, self.head = nn.Embedding(16, 8), nn.Linear(8, 24), nn.Linear(8, 16)
+
+    def forward(self, ids: Tensor, attention_mask: Tensor | None = None) -> dict[str, Tensor]:
+        q, k, v = (t.unflatten(-1, (2, 4)).transpose(1, 2) for t in self.qkv(self.tokens(ids)).chunk(3, -1))
+        mask = None if attention_mask is None else attention_mask[:, None, None].bool()
+        y = F.scaled_dot_product_attention(q, k, v, mask, is_causal=mask is None).transpose(1, 2).flatten(2)
+        return (
+            {"logits": self.head(y), "sum": y.sum((1, 2))} if attention_mask is not None else {"logits": self.head(y)}
+        )
+
+
+def test_generating_is_planned_once_a_padded_length() -> None:
+    model = Causal().eval()
+    par = autopar3d.simulate(model, (1, 2, 2), torch.zeros(2, 8, dtype=torch.int64))
+    call = autopar3d.few_lengths(par, (8, 16))
+    ids = torch.arange(32).reshape(2, 16) % 16
+    with torch.no_grad():
+        for n in range(1, 17):
+            found = call(ids[:, :n])["logits"]
+            assert found.shape == (2, n, 16)
+            assert torch.allclose(found, model(ids[:, :n])["logits"], atol=1e-6), n
+        assert len(par.__dict__["_ap3d"].steps) == 2
+        with pytest.raises(InputError, match=r"args\[0\] has length 17 in dim 1, more than the largest of \(8, 16\)"):
+            call(torch.zeros(2, 17, dtype=torch.int64))
+        with pytest.raises(InputError, match=r"output\['sum'\] of shape \(2,\) has not the padded length 8"):
+            call(ids[:, :5], attention_mask=torch.ones(2, 5))
+
+
+def test_the_plans_used_last_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("autopar3d.module._KEPT", 3)
+    par, model = both()
+    for n in (8, 1, 8, 2, 8, 3, 8):
+        assert torch.allclose(par(rows(n)), model(rows(n)), atol=1e-6)
+    sizes = [key[1][0][0][0] for key in par.__dict__["_ap3d"].steps]
+    assert sizes == [2, 3, 8]
