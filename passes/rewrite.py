@@ -215,7 +215,7 @@ class _Rewriter:
             grid = self.grid.in_lane(k)
             op = LocalOp(node, spec, strategy.axes_of, grid, args, kwargs, arguments if len(lanes) > 1 else ())
             if spec.exchange is not None:
-                self._inside(node, spec.exchange(op))
+                self._inside(node, spec.exchange(op), _named(node.name, k))
             call: Any
             call, args, kwargs = spec.lower(op) if spec.lower else (node.target, args, kwargs)
             made.append(self.graph.call_function(call, tuple(args), dict(kwargs), name=_named(node.name, k)))
@@ -253,7 +253,7 @@ class _Rewriter:
         atoms = self._true_atoms(value, spec, spec.outputs[number])
         return state, self._all([self._resized(add_pads, value, state, local, atoms, node) for local in made])
 
-    def _inside(self, node: Node, exchanges: list[Exchange]) -> None:
+    def _inside(self, node: Node, exchanges: list[Exchange], local: str) -> None:
         dtype = next(r.dtype for r in results(node) if r is not None)
         for e in exchanges:
             if e.phase == "forward" or operands(node)[0] in self.grads:
@@ -261,7 +261,7 @@ class _Rewriter:
                 moved = Transfer(e.kind, e.axis, elements, "forward" if e.phase == "forward" else "backward")
                 path, travels = module_path(node), e.dtype or dtype
                 self.movements.append(
-                    Movement(node.name, path, "inside", e.axis, node.name, (moved,), travels, node=node.name)
+                    Movement(node.name, path, "inside", e.axis, node.name, (moved,), travels, node=local)
                 )
 
     @staticmethod

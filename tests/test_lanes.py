@@ -14,6 +14,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 import autopar3d
 from autopar3d import collectives
@@ -98,6 +99,25 @@ def test_ranks_pass_their_part() -> None:
     assert_trains_like_one_device(
         make, args, (2, 2, 2), example_kwargs=kwargs, steps=1, tol=1e-10, lanes=2, inputs="sharded"
     )
+
+
+class Checkpointed(Classifier):
+    """The same, computed again in backward."""
+
+    def forward(self, x: Tensor, labels: Tensor) -> Tensor:
+        return checkpoint(super().forward, x, labels, use_reentrant=False)
+
+
+@pytest.mark.parametrize("scheme", ["auto", "3d"])
+def test_what_is_computed_again_is_so_in_each_lane(scheme: str) -> None:
+    found = assert_trains_like_one_device(
+        lambda: Checkpointed().double(), rows(), (2, 2, 2), steps=1, tol=1e-10, lanes=2, scheme=scheme
+    )
+    par, plan = found.module, found.plan
+    sent: Counter[str] = Counter()
+    for c in (*collectives(par.forward_graph), *collectives(par.backward_graph)):
+        sent[c.axis] += int(c.bytes)
+    assert sent == {axis: sum(int(b) for (a, _), b in plan.bytes.items() if a == axis) for axis in sent}
 
 
 def test_dropout_has_the_same_masks() -> None:

@@ -2,8 +2,8 @@
 
     bash ../shared/cluster.sh 8 100mbit python examples/benchmarks/gathers.py
 
-or under torchrun. Medians of REPEATS interleaved turns, by the bytes that each rank puts in. `autopar3d.transport`
-takes the ring from `_MANY_BYTES` on; what is sent straight is here an all_to_all of copies, which are the same messages.
+or under torchrun. Medians of REPEATS interleaved turns, by the bytes that each rank puts in. What is sent straight
+is here an all_to_all of copies, which are the same messages; `autopar3d.transport` takes the ring for much data.
 """
 
 from __future__ import annotations
