@@ -105,8 +105,9 @@ def compile(  # noqa: A001  (as torch.compile)
         check: None compares the inputs across ranks at the first call of each plan; True at every call, and the traced
             graph with the model on the examples; False never.
         memory_budget: bytes per device that a training step may need: parameters, gradients, AdamW's state, what is
-            saved for backward, and the working set. The fastest plan that fits is taken, with grid="auto" of all grids,
-            with regather="auto" of all three. It holds for the example inputs.
+            saved for backward, and the working set. The fastest plan found that fits is taken: in other layouts, or
+            computing values again in backward; with grid="auto" of the best grids, with regather="auto" of all three.
+            It holds for the example inputs.
         mixed_precision: a dtype in which to compute with parameters that are kept in their own, or a `MixedPrecision`.
         backend: "eager" runs the graphs op by op; "inductor" compiles them, in the order in which they are.
         seed: of dropout and other random numbers, and of the initialisation of meta models.
@@ -306,6 +307,8 @@ class Compiler(Engine):
         self.settled = False
         self.skeleton = Skeleton(model, self.device, loss_fn, options.precision)
         self.given = _checked(given, options)
+        if given is not None:
+            self.options = replace(options, free=given.free)
         self.pinned: dict[str, Layout] = {}  # by name of parameter or input, once planned
         self.model: nn.Module | None = None  # only until its tensors are taken over
 
@@ -326,7 +329,8 @@ class Compiler(Engine):
         grids = [(self.grid, ())] if world_size is None else list(distinct(world_size, self.hardware))
         self.chosen = choose(program, grids, self.hardware, options)
         self.grid = self.chosen.grid
-        self.options = replace(self.options, regather=self.chosen.options.regather)
+        found = self.chosen.options
+        self.options = replace(self.options, regather=found.regather, free=found.free, overlap=found.overlap)
 
     def choose_alone(
         self, grid: GridLike, world_size: int | None, example_inputs: Any, example_kwargs: Mapping[str, Any] | None
@@ -441,13 +445,13 @@ class Compiler(Engine):
     @_settled
     def with_seeds(self, step: Step, seeds: tuple[int, ...]) -> Step:
         """The step with graphs for gradients that flow from these results."""
-        runs = differentiated(step.program, step.local, self.options, seeds)
+        runs = differentiated(step.program, step.local, self.options, seeds, step.machine)
         return scheduled(replace(step, runs=runs), self.options.overlap)
 
     @_settled
     def deferred(self, step: Step, seeds: tuple[int, ...]) -> Deferred:
         """The backward graph for these gradients, in two; see `ParallelModule.no_sync`."""
-        runs = differentiated(step.program, step.local, self.options, seeds)
+        runs = differentiated(step.program, step.local, self.options, seeds, step.machine)
         assert runs.backward is not None
         kinds = [step.program.arguments[number].kind for number in runs.gradients]
         split = defer(runs.backward, [i for i, kind in enumerate(kinds) if kind == "parameter"])

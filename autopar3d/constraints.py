@@ -76,6 +76,11 @@ def pins_of(constraints: Mapping[str, str | Layout], program: Program, factors: 
     problems = []
     for glob, wanted in constraints.items():
         said = f"{glob!r}: '{wanted}'"
+        if not isinstance(wanted, (str, Layout)):
+            problems.append(
+                f"{glob!r}: {wanted!r} is a {type(wanted).__name__}; give a layout, as text such as '[z, y]'"
+            )
+            continue
         try:
             layout = _thin(Layout.parse(wanted) if isinstance(wanted, str) else wanted, grid)
         except LayoutError as error:

@@ -23,7 +23,7 @@ from .program import Program
 from .progress import stage
 from .report import make_plan
 from .schedule import in_best_lanes
-from .step import Options, Step, build_step, decide
+from .step import Options, Step, build_step, decide, decide_within
 from .tables import byte_text, second_text
 from .timeline import timeline
 
@@ -32,6 +32,8 @@ _MOST = 4
 _NODES = 4000
 # With a memory budget, so many that should fit are emitted in search of one that does.
 _TRIES = 6
+# So often is one of them made smaller, until it fits.
+_ATTEMPTS = 4
 
 
 @dataclass(frozen=True)
@@ -53,6 +55,11 @@ class _Trial:
     decisions: Decisions
     estimate: Estimate
     same: tuple[str, ...]
+    how: str = ""  # what makes it smaller than the fastest plan
+
+    @property
+    def fixed(self) -> int:
+        return sum(self.estimate.memory[k] for k in ("parameters", "gradients", "optimizer"))
 
     @property
     def kept(self) -> int:
@@ -71,6 +78,11 @@ class _Built:
     @property
     def needed(self) -> int:
         return self.memory.get("needed", 0)
+
+    @property
+    def recomputing(self) -> float:
+        """Seconds in which backward computes values again that were not saved."""
+        return self.step.runs.recomputing
 
 
 def choose(
@@ -108,14 +120,25 @@ def choose(
     candidates = tuple(_candidate(t, b, first, budget) for t, b in ranked)
     note = ""
     if budget is not None:
-        least = min(t.decisions.bound for t in trials)
-        above = 100.0 * (first.trial.decisions.cost / least - 1.0) if least > 0.0 else 0.0
-        note = (
-            f"memory_budget {byte_text(budget)}: {byte_text(first.needed)} are needed, with "
-            f"regather={first.trial.options.regather!r}. Without a budget the planner's objective is at least "
-            f"{second_text(least)}; this one is {max(0.0, above):.1f}% above."
-        )
+        note = _note(first, trials, budget)
     return Chosen(first.trial.grid, first.trial.options, first.step, candidates, note)
+
+
+def _note(first: _Built, trials: Sequence[_Trial], budget: int) -> str:
+    """What the bound on memory has cost."""
+    how = f", {first.trial.how}" if first.trial.how else ""
+    if first.recomputing:
+        how += f" ({second_text(first.recomputing)} of computation)"
+    said = f"memory_budget {byte_text(budget)}: {byte_text(first.needed)} are needed, with regather="
+    said += f"{first.trial.options.regather!r}{how}. "
+    least, decisions = min(t.decisions.bound for t in trials), first.trial.decisions
+    cost = decisions.cost + first.recomputing
+    above = 100.0 * (cost / least - 1.0) if least > 0.0 else 0.0
+    said += f"The planner's objective is {second_text(cost)}; no plan that fits has less than {second_text(least)}, "
+    said += f"the least without a budget: the gap is at most {max(0.0, above):.1f}%."
+    if first.trial.how.startswith("layouts"):
+        said += f" Of layouts that keep no more, none has less than {second_text(decisions.bound)}."
+    return said
 
 
 def _fitting(
@@ -125,14 +148,73 @@ def _fitting(
     if budget is None:
         return [_emit(program, hardware, t) for t in trials[:count]]
     built: list[_Built] = []
-    order = [t for t in trials if t.kept <= budget]
+    order = [t for t in trials if t.fixed <= budget]
     # Last, what needs least: whether anything fits hangs on it.
     least = min(trials, key=lambda t: t.kept)
     for trial in [*[t for t in order if t is not least][:_TRIES], least]:
         if sum(b.needed <= budget for b in built) >= count:
             break
-        built.append(_emit(program, hardware, trial))
+        whole = _emit(program, hardware, trial)
+        built.append(whole)
+        if whole.needed > budget and trial.fixed <= budget:
+            built += _smaller(program, hardware, whole, budget)
+    if all(b.needed > budget for b in built):  # say how little it could be
+        built.append(_emit(program, hardware, _less(program, hardware, least, math.inf, recompute=True)))
     return built
+
+
+def _smaller(program: Program, hardware: Hardware, whole: _Built, budget: int) -> list[_Built]:
+    """A plan that is too large in other layouts, or computing values again in backward, so that it fits if it can.
+
+    Both are weighed by what they free; what they free of the peak is seen when the graphs are there.
+    """
+    made = [
+        _until_it_fits(program, hardware, whole, budget, recompute=True),
+        _until_it_fits(program, hardware, whole, budget, recompute=False),
+    ]
+    if all(b is whole or b.needed > budget for b in made) and made[1] is not whole:
+        made.append(_until_it_fits(program, hardware, made[1], budget, recompute=True))
+    best = min(made, key=lambda b: b.needed)
+    if best.needed > budget and whole.trial.options.overlap is not False:
+        # What is started early takes memory, up to a tenth of the peak.
+        trial = best.trial
+        how = f"{trial.how}, nothing started early" if trial.how else "nothing started early"
+        plain = _emit(program, hardware, replace(trial, options=replace(trial.options, overlap=False), how=how))
+        made += [plain, _until_it_fits(program, hardware, plain, budget, recompute=True)]
+    return [b for b in {id(b): b for b in made}.values() if b is not whole]
+
+
+def _until_it_fits(program: Program, hardware: Hardware, whole: _Built, budget: int, *, recompute: bool) -> _Built:
+    less, best = whole.trial.options.free + whole.needed - budget, whole
+    if whole.needed <= budget or whole.needed - budget > whole.memory["activations"]:
+        return whole  # not even without any
+    for _ in range(_ATTEMPTS):
+        try:
+            made = _emit(program, hardware, _less(program, hardware, whole.trial, less, recompute=recompute))
+        except PlanError:  # no layouts keep that little
+            break
+        stuck = made.needed >= best.needed
+        best = min(best, made, key=lambda b: b.needed)
+        if made.needed <= budget or stuck:
+            break
+        less += 1.1 * (made.needed - budget)
+    return best
+
+
+def _less(program: Program, hardware: Hardware, trial: _Trial, less: float, *, recompute: bool) -> _Trial:
+    """The trial with so many bytes less kept for backward.
+
+    Raises:
+        PlanError: no layouts do that.
+    """
+    if recompute:
+        again = "values computed again in backward"
+        how = trial.how if again in trial.how else ", ".join(h for h in (trial.how, again) if h)
+        return replace(trial, options=replace(trial.options, free=less), how=how)
+    decisions = decide_within(program, trial.factors, trial.grid, hardware, trial.options, less)
+    local = rewrite(program, trial.factors, decisions, regather=trial.options.regather)
+    guess = estimate(program, trial.factors, decisions, local, regather=trial.options.regather)
+    return replace(trial, decisions=decisions, estimate=guess, how="layouts that keep less")
 
 
 def _too_large(best: _Built, budget: int) -> str:
@@ -192,7 +274,7 @@ def _candidate(trial: _Trial, built: _Built | None, best: _Built, budget: int | 
     e = trial.estimate
     needed = built.needed if built is not None else trial.kept
     if built is best:
-        why = "chosen"
+        why = f"chosen, with {trial.how}" if trial.how else "chosen"
     elif budget is not None and needed > budget:
         why = f"needs {byte_text(needed)}: {byte_text(needed - budget)} too much"
     elif built is not None and e.seconds <= best.trial.estimate.seconds:

@@ -273,6 +273,7 @@ class Plan:
     candidates: tuple[Candidate, ...] = ()
     pads: tuple[tuple[str, int, int], ...] = ()
     lanes: int = 1
+    free: float = 0.0
     timeline: Recording | None = field(default=None, compare=False, repr=False)
     choices: Choices | None = field(default=None, repr=False, compare=False)
 
@@ -283,7 +284,7 @@ class Plan:
     @property
     def digest(self) -> str:
         """Of what the plan decides: equal for plans that are carried out alike."""
-        parts: list[Any] = [self.grid, self.strategies, self.storage, self.copies, self.pads, self.lanes]
+        parts: list[Any] = [self.grid, self.strategies, self.storage, self.copies, self.pads, self.lanes, self.free]
         parts += [self.replicas] if self.replicas > 1 else []
         return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()
 

@@ -118,6 +118,7 @@ class _Accountant:
             ),
             pads=pads_of(self.factors),
             lanes=self.step.lanes,
+            free=options.free if options else 0.0,
             timeline=predict(dict(zip(("forward", "backward"), self._graphs(), strict=False)), grid, self.hardware),
         )
 

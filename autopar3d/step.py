@@ -12,12 +12,14 @@ from . import padding
 from .constraints import Pins, pins_from, pins_of
 from .errors import PlanError
 from .factors import Factors, ValueShape
+from .footprint import within
 from .grid import Grid
 from .hardware import Hardware
 from .lanes import before_lanes, in_lanes
 from .layout import Layout
 from .passes.differentiate import Differentiated, differentiate
 from .passes.propagate import Search, search
+from .passes.recompute import Machine
 from .passes.rewrite import LocalProgram, Movement, rewrite
 from .passes.widen import widen
 from .plan import Decisions, Plan
@@ -46,6 +48,7 @@ class Options:
     constraints: Mapping[str, str | Layout] | None = None
     memory_budget: int | None = None
     lanes: int | str = 1
+    free: float = 0.0  # bytes that are computed again in backward rather than saved, as a memory budget has it
 
     def check(self) -> None:
         """Raise PlanError for a value that is not known."""
@@ -55,6 +58,11 @@ class Options:
             raise PlanError(f"regather={self.regather!r} is not known; choose 'all', 'weights', 'none' or 'auto'")
         if self.memory_budget is not None and self.memory_budget <= 0:
             raise PlanError(f"memory_budget={self.memory_budget}: it is a number of bytes per device")
+        if self.constraints is not None and not isinstance(self.constraints, Mapping):
+            raise PlanError(
+                f"constraints= is a {type(self.constraints).__name__}; it must be a dict of layouts by glob, such as "
+                "{'*.fc1.weight': '[z, y]'}"
+            )
         if self.overlap not in (True, False, "auto"):
             raise PlanError(f"overlap={self.overlap!r} is not known; choose 'auto', True or False")
         if self.lanes not in (1, 2, "auto") or isinstance(self.lanes, bool):
@@ -100,6 +108,10 @@ class Step:
     def carried_out(self) -> Decisions:
         """The decisions, with the lanes."""
         return self.split or self.decisions
+
+    @property
+    def machine(self) -> Machine:
+        return Machine(self.decisions.grid, self.decisions.hardware)
 
     @property
     def argument_layouts(self) -> tuple[Layout, ...]:
@@ -177,7 +189,8 @@ def _emitted(
     with stage("rewriting"):
         local = rewrite(program, factors, split or decisions, regather=options.regather)
     with_node = [m for m, r in zip(modes, program.results, strict=True) if r.node is not None]
-    runs = differentiated(program, local, options, default_seeds(program) if seeds is None else seeds)
+    machine = Machine(decisions.grid, decisions.hardware)
+    runs = differentiated(program, local, options, default_seeds(program) if seeds is None else seeds, machine)
     local = replace(local, movements=tuple(_repeated(local.movements, runs)))
     low = options.precision.parameters
     lower = {i: low for i, a in enumerate(program.arguments) if a.stored is not None and low is not None}
@@ -186,11 +199,12 @@ def _emitted(
 
 @stage("differentiating")
 def differentiated(
-    program: Program, local: LocalProgram, options: Options, seeds: tuple[int, ...] | None
+    program: Program, local: LocalProgram, options: Options, seeds: tuple[int, ...] | None, machine: Machine
 ) -> Differentiated:
     """The graphs for gradients that flow from these results."""
     values = [n.meta["val"] for n in program.graph.graph.nodes if n.op == "placeholder"]
-    runs = differentiate(local, values, [a.requires_grad for a in program.arguments], seeds=seeds)
+    trained = [a.requires_grad for a in program.arguments]
+    runs = differentiate(local, values, trained, seeds=seeds, free=options.free, machine=machine)
     wider = options.precision.reduce
     if wider is None or runs.backward is None:
         return runs
@@ -224,6 +238,17 @@ def decide(
 ) -> Decisions:
     """Run propagate as the options ask; see `build_step`."""
     return choices(program, factors, grid, hardware, options, pinned).run()
+
+
+def decide_within(
+    program: Program, factors: Factors, grid: Grid, hardware: Hardware, options: Options, less: float
+) -> Decisions:
+    """As `decide`, but keeping so many bytes less for backward than the plan that it would take.
+
+    Raises:
+        PlanError: no layouts keep that little.
+    """
+    return within(choices(program, factors, grid, hardware, options), less)
 
 
 def choices(

@@ -7,6 +7,7 @@ parameters' dims are tied to; a product of lengths that makes it up (heads times
 
 from __future__ import annotations
 
+import itertools
 from collections import Counter
 from collections.abc import Mapping
 from typing import Any
@@ -66,10 +67,19 @@ def _ties(factors: Factors) -> Any:
 def _named(program: Program, factors: Factors, root: Any, size: Mapping[Any, int]) -> dict[Any, Any]:
     nodes = {n.name: n for n in program.graph.graph.nodes}
     named: dict[Any, Any] = {}
+    lengths_of: dict[str, int] = {}
 
     def symbol(name: str, cls: Any) -> None:
-        if cls not in named and size[cls] > 1:
-            named[cls] = sympy.Symbol(name, positive=True)
+        if cls in named or size[cls] <= 1:
+            return
+        # One name, one length: what differs (another attention's heads) is numbered.
+        numbered = next(
+            n
+            for n in itertools.chain([name], (f"{name}_{i}" for i in itertools.count(2)))
+            if lengths_of.get(n, size[cls]) == size[cls]
+        )
+        lengths_of[numbered] = size[cls]
+        named[cls] = sympy.Symbol(numbered, positive=True)
 
     for argument in program.arguments_of("input")[:1]:
         shape = factors.values[nodes[argument.node]]
@@ -90,9 +100,11 @@ def _named(program: Program, factors: Factors, root: Any, size: Mapping[Any, int
                 counts[classes[0]] += 1
     for node, spec in factors.specs.items():
         if "attention" in str(node.target):
-            for f in spec.sizes:
-                if f.split("/")[0] == "h":
-                    symbol("heads", root(("factor", node, f)))
+            # Where several queries share keys and values, their heads are two factors.
+            heads = [f for f in spec.sizes if f.split("/")[0] == "h" and spec.sizes[f] > 1]
+            names = ("heads",) if len(heads) == 1 else ("kv_heads", "group", *("heads",) * len(heads))
+            for name, f in zip(names, heads, strict=False):
+                symbol(name, root(("factor", node, f)))
     free = [c for c, _ in counts.most_common() if c not in named]
     if free:
         hidden = free[0]

@@ -5,7 +5,8 @@
 3. ``randomize``: random ops become functions of seed, step and place, the same on every grid.
 4. ``propagate``: a strategy for every node, chosen by cost.
 5. ``rewrite``: the global graph and the plan become the local forward graph, collectives as nodes.
-6. ``differentiate``: the local program's forward and backward graphs.
+6. ``differentiate``: the local program's forward and backward graphs; with a bound on memory,
+   ``recompute`` says what the backward computes again.
 7. ``widen``: gradients are reduced in a wider dtype, where that is asked for.
 8. ``defer``: the reductions of gradients in a graph of their own, where gradients are accumulated.
 9. ``bucket``: small collectives of one kind and axis become one.

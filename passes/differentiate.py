@@ -13,7 +13,7 @@ compiler fuses them.)
 from __future__ import annotations
 
 import operator
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -28,7 +28,9 @@ from autopar3d.private import FakeTensor, FakeTensorMode, OpOverload
 from autopar3d.program import region
 from autopar3d.rules.complex import LAZY
 from autopar3d.saved import use_stand_ins
+from autopar3d.timing import seconds
 
+from .recompute import Machine, cheapest
 from .rewrite import LocalProgram
 
 aten = torch.ops.aten
@@ -52,6 +54,7 @@ class Differentiated:
         gradients: numbers of the arguments whose gradients the backward returns, in order.
         again: where the model has regions of activation checkpointing, by the name of a node of the local program the
             kinds of its collectives that the backward repeats.
+        recomputing: seconds in which the backward computes again what was not saved to free memory (`recompute`).
     """
 
     forward: GraphModule
@@ -62,6 +65,7 @@ class Differentiated:
     tangents: tuple[int, ...]
     gradients: tuple[int, ...]
     again: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    recomputing: float = 0.0
 
 
 def differentiate(
@@ -70,6 +74,8 @@ def differentiate(
     requires_grad: Sequence[bool],
     *,
     seeds: Sequence[int] | None = None,
+    free: float = 0.0,
+    machine: Machine | None = None,
 ) -> Differentiated:
     """Trace and cut.
 
@@ -77,6 +83,8 @@ def differentiate(
         values: one (fake or meta) tensor per argument, of its global shape; dtype and device are read from it.
         requires_grad: per argument, whether its gradient is wanted.
         seeds: numbers of the results from which gradients flow; all that have one by default.
+        free: so many bytes less are saved, as far as computing again frees them (`recompute`); `machine`: on which to
+            weigh that.
     """
     joint = _Joint(local, values, requires_grad, seeds)
     # On CPU torch would run an LSTM as one op of oneDNN, whose backward works in the call that recorded it only.
@@ -85,7 +93,7 @@ def differentiate(
         joint.trace()
     finally:
         torch.backends.mkldnn.set_flags(before[0])
-    return _Cut(joint).split()
+    return _Cut(joint, free, machine).split()
 
 
 class _Recorder(Interpreter):
@@ -200,8 +208,8 @@ class _Joint:
 
 
 class _Cut:
-    def __init__(self, joint: _Joint) -> None:
-        self.joint = joint
+    def __init__(self, joint: _Joint, free: float = 0.0, machine: Machine | None = None) -> None:
+        self.joint, self.free, self.machine, self.recomputing = joint, free, machine, 0.0
         self.nodes = list(joint.graph.nodes)
         self.placeholders = [n for n in self.nodes if n.op == "placeholder"]
         arguments = len(joint.values)
@@ -267,11 +275,14 @@ class _Cut:
         live = self._live(self.grads)
         body = [n for n in self.nodes if not self.is_forward[n] and n in live and n.op == "call_function"]
         # First find what is saved: placeholders come before everything else.
-        for node in body:
-            for source in node.all_input_nodes:
-                self._find(source, saved)
-        for grad in self.grads:
-            self._find(grad, saved)
+        self._save(body, saved)
+        if self.free > 0 and self.machine is not None:
+            again = {n for n in self._live([*body, *self.grads], stop=saved) if n in self.repeatable}
+            found = cheapest(saved, self.repeatable, again, self.outs, self.free, self.machine)
+            self.repeatable |= found
+            self.recomputing = sum(seconds(n, self.machine.hardware, self.machine.grid) for n in found)
+            saved.clear()
+            self._save(body, saved)
         for node in saved:
             copied[node] = _placeholder(backward, node.name, node)
         for i, node in zip(self.joint.tangents, tangents, strict=True):
@@ -291,16 +302,25 @@ class _Cut:
             tuple(self.joint.tangents),
             tuple(self.joint.gradients),
             self._again({n for n in copied if self.is_forward[n]} - saved.keys()),
+            self.recomputing,
         )
 
-    def _live(self, outputs: list[Node]) -> set[Node]:
+    def _live(self, outputs: list[Node], stop: Collection[Node] = ()) -> set[Node]:
+        """What these nodes read, directly or not, and they themselves; nothing beyond those in `stop`."""
         live, todo = set(), list(outputs)
         while todo:
             node = todo.pop()
             if node not in live:
                 live.add(node)
-                todo += node.all_input_nodes
+                todo += node.all_input_nodes if node not in stop else ()
         return live
+
+    def _save(self, body: list[Node], saved: dict[Node, Node]) -> None:
+        for node in body:
+            for source in node.all_input_nodes:
+                self._find(source, saved)
+        for grad in self.grads:
+            self._find(grad, saved)
 
     def _find(self, node: Node, saved: dict[Node, Node]) -> None:
         """What must be saved so that the backward has `node`."""

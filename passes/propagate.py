@@ -99,6 +99,15 @@ class _End(NamedTuple):
     states: list[State]
 
 
+class Leg(NamedTuple):
+    """An edge: a change of layout of a value, for some of its readings."""
+
+    source: _End
+    target: _End
+    value: Node
+    slots: list[Slot]
+
+
 def _signature(node: Node, spec: OpSpec) -> tuple[Any, ...]:
     """Equal for two nodes whose strategies and costs are equal."""
     plain = map_arg((node.args, dict(node.kwargs)), lambda n: _type(n.meta["val"]))
@@ -124,6 +133,7 @@ class Search:
 
     Attributes:
         problem: the choices; `options`: per vertex what its states are.
+        legs: the edges, each for what it is.
         computes, ties: per vertex and state, seconds of computation alone, and what memory adds to the costs.
     """
 
@@ -150,6 +160,7 @@ class Search:
         self.slots = readings(program)
         self.regathered = regathered(program, self.grads, self.slots)
         self.problem = Problem()
+        self.legs: list[Leg] = []
         rate = hardware.memory if math.isfinite(hardware.memory) else hardware.node.bandwidth
         self.tie = _TIE / rate  # seconds per byte
         self.computes: dict[Any, np.ndarray] = {}  # op -> seconds of its computation alone
@@ -408,6 +419,7 @@ class Search:
         return _End(vertex, key, self.placements[key])
 
     def _edge(self, source: _End, target: _End, value: Node, slots: list[Slot]) -> None:
+        self.legs.append(Leg(source, target, value, slots))
         shape = self.factors.values[value]
         grad = value in self.grads
         again = drops(self.regather, value) and any(s in self.regathered for s in slots)

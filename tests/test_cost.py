@@ -60,7 +60,7 @@ def test_the_account_is_the_planners_and_the_graphs(name: str, scheme: str, rega
         assert sum(getattr(c, field) for c in cost.ops.values()) == pytest.approx(getattr(cost, field), rel=1e-9)
 
 
-@pytest.mark.parametrize("name", ["mlp", "gpt"])
+@pytest.mark.parametrize("name", ["mlp", "gpt", pytest.param("llama", marks=pytest.mark.slow)])
 def test_symbols_substitute_exactly(name: str) -> None:
     plan = planned(name)
     symbolic, cost = plan.symbolic_cost(), plan.cost()
@@ -72,7 +72,8 @@ def test_symbols_substitute_exactly(name: str) -> None:
         assert back.ops[op] == cost.ops[op], op
     names = {str(s) for s in symbolic.values}
     assert names >= {"batch", "hidden", "gx", "gy", "gz", "alpha_x", "beta_z", "gamma_float32", "mu"}
-    assert ("sequence" in names) == (name == "gpt")
+    assert ("sequence" in names) == (name != "mlp")
+    assert {"heads", "kv_heads", "group"} & names == {"gpt": {"heads"}, "llama": {"kv_heads", "group"}}.get(name, set())
     assert {str(s) for s in symbolic.flops.free_symbols} >= {"batch", "hidden", "gx"}
 
 

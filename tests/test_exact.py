@@ -2,7 +2,8 @@
 
 *Brute force* on random small models: every combination of strategies, storages and shared copies, each priced by
 walking `redistribute.route` step by step and counting what several readers share once, as the rewrite emits it.
-*An integer program* on a transformer block: one binary variable per vertex and state, solved by HiGHS.
+*An integer program* on a transformer block, solved by HiGHS: one binary variable per vertex and state, of those states
+that a dual bound does not rule out.
 """
 
 from __future__ import annotations
@@ -286,12 +287,67 @@ def least_by_milp(problem: Problem) -> float:
     return float(found.fun) * scale
 
 
+def below(problem: Problem, value: float) -> Problem:
+    """The problem with those states only that may be part of a choice of less than `value`.
+
+    A dual bound, raised by moving costs between vertices and their edges in equal parts (min-sum diffusion), says of
+    every state what any choice with it costs at least.
+    """
+    wall = 2.0 * value  # forbids as well as an infinity does, and can be moved about
+    costs = {v: np.minimum(c, wall) for v, c in problem.costs.items()}
+    tables = {pair: np.minimum(sum(matrices), wall) for pair, matrices in problem.edges.items()}
+    states = {v: np.arange(len(c)) for v, c in costs.items()}
+    around: dict[Any, list[tuple[Any, Any]]] = defaultdict(list)
+    for pair in tables:
+        for v in pair:
+            around[v].append(pair)
+    total = sum(float(c.min()) for c in costs.values()) + sum(float(t.min()) for t in tables.values())
+    order = list(costs)
+    for turn in range(300):
+        dropped = 0
+        for v in order if turn % 2 else reversed(order):
+            total -= float(costs[v].min()) + sum(float(tables[p].min()) for p in around[v])
+            for p in around[v]:
+                least = tables[p].min(axis=1 if p[0] == v else 0)
+                costs[v] += least
+                tables[p] -= least[:, None] if p[0] == v else least[None, :]
+            total += float(costs[v].min())  # the tables' least entries are 0 now
+            keep = total + costs[v] - costs[v].min() < value
+            if not keep.any():
+                return Problem()
+            if not keep.all():
+                dropped += 1
+                costs[v], states[v] = costs[v][keep], states[v][keep]
+                for p in around[v]:
+                    tables[p] = tables[p][keep] if p[0] == v else tables[p][:, keep]
+            part = costs[v] / (len(around[v]) + 1)
+            total -= float(costs[v].min()) + sum(float(tables[p].min()) for p in around[v])
+            for p in around[v]:
+                tables[p] += part[:, None] if p[0] == v else part[None, :]
+            costs[v] = part.copy()
+            total += float(costs[v].min()) + sum(float(tables[p].min()) for p in around[v])
+        if turn > 40 and not dropped:
+            break
+    left = Problem()
+    for v, c in problem.costs.items():
+        left.vertex(v, c[states[v]])
+    for (u, v), matrices in problem.edges.items():
+        left.edge(u, v, sum(matrices)[np.ix_(states[u], states[v])])
+    return left
+
+
 @pytest.mark.parametrize("hardware", ["h100", "bandwidth"])
-@pytest.mark.parametrize("sizes", [(1, 2, 4), pytest.param((2, 2, 2), marks=pytest.mark.slow)], ids=str)
+@pytest.mark.parametrize("sizes", [(1, 2, 4), (2, 2, 2)], ids=str)
 def test_a_transformer_block_against_an_integer_program(sizes: tuple[int, int, int], hardware: str) -> None:
+    """The whole program did not end on (2, 2, 2). So a dual bound first drops the states that are in no choice within
+    2% of the planner's (of 3244 states some 900 are left), and the integer program finds the least of the others;
+    nothing is less than the planner's, then, at all. CPU seconds: 0.1 on (1, 2, 4), 1.2 on (2, 2, 2)."""
     program = program_of(lambda: Inner(Block(256), (8, 16, 256)))
     planner = planner_of(program, sizes, hardware, "all", "sharded")
-    found = planner.run()
-    ties = sum(float(t.max()) for t in planner.ties.values())
-    assert found.exact
-    assert least_by_milp(planner.problem) == pytest.approx(found.cost, rel=1e-6, abs=ties)
+    found = planner.problem.solve()
+    assert found.exact and found.cost == pytest.approx(planner.problem.value(found.choice), rel=1e-12)
+    left = below(planner.problem, 1.02 * found.cost)
+    assert all(len(c) for c in left.costs.values()) and len(left.costs) == len(planner.problem.costs)
+    assert least_by_milp(left) == pytest.approx(found.cost, rel=1e-6)
+    # Nor does the bound alone leave anything below it.
+    assert not below(planner.problem, (1 - 1e-6) * found.cost).costs

@@ -128,12 +128,13 @@ def test_without_a_bound_keeping_everything_is_fastest() -> None:
 
 
 def test_a_bound_on_memory_holds() -> None:
-    least, most = (gpt(regather=level).memory["needed"] for level in ("all", "none"))
-    assert least < most
-    budget = (least + most) // 2
+    dropped, kept = gpt(regather="all"), gpt(regather="none")
+    assert dropped.memory["needed"] < kept.memory["needed"]
+    budget = (dropped.memory["needed"] + kept.memory["needed"]) // 2
     plan = gpt(regather="auto", memory_budget=budget)
-    assert plan.regather == "all"
     assert plan.memory["needed"] <= budget
+    assert plan.regather == "all" or plan.free > 0.0
+    assert plan.seconds <= dropped.seconds * (1 + 1e-9)
     assert any("too much" in c.why for c in plan.candidates)
     assert any(note.startswith("memory_budget") for note in plan.notes)
 
