@@ -1,6 +1,6 @@
 """Does it work on the architectures that people use? Small HuggingFace models from configs, on (2,2,2) and (1,2,4).
 
-    python examples/benchmarks/zoo.py                                        # all, half an hour
+    python examples/benchmarks/zoo.py                                        # all, some ten minutes of CPU
     python examples/benchmarks/zoo.py --models llama whisper --grids 2,2,2   # some
     python examples/benchmarks/zoo.py --keep zoo.jsonl --write docs/zoo.md   # the page
 
@@ -394,13 +394,13 @@ def page(rows: list[Row], kept: bool) -> str:
     table = tabulate([row.cells for row in rows], header, tablefmt="github", disable_numparse=True)
     equal = [row for row in rows if row.equal]
     high = sum(row.share >= 0.95 for row in equal)
-    summary = (
-        f"{len({row.model for row in rows})} architectures. {len(equal)} of {len(rows)} rows equal; {high} of them "
-        "with at least 95% of the operations sharded."
-    )
-    made = f"Written on {datetime.date.today()} with torch {torch.__version__}, transformers {transformers.__version__}"
     command = "python examples/benchmarks/zoo.py" + (" --keep zoo.jsonl" if kept else "") + " --write docs/zoo.md"
-    return f"# HuggingFace architectures\n\n{__doc__}\n{summary} {made}, by `{command}`.\n\n{table}\n"
+    summary = (
+        f"{len({row.model for row in rows})} architectures: {len(equal)} of {len(rows)} rows are equal, and {high} of "
+        f"them have at least 95% of the operations sharded.\n\nWritten on {datetime.date.today()} with torch "
+        f"{torch.__version__} and transformers {transformers.__version__}, by\n`{command}`."
+    )
+    return f"# HuggingFace architectures\n\n{__doc__}\n{summary}\n\n{table}\n"
 
 
 def main() -> None:
