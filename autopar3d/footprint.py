@@ -8,6 +8,7 @@ plans.
 
 from __future__ import annotations
 
+import math
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -31,14 +32,17 @@ if TYPE_CHECKING:
 
 
 def within(search: Search, less: float) -> Decisions:
-    """The cheapest decisions that keep so many bytes less than the cheapest of all; their `bound` holds for all such.
+    """The cheapest decisions that keep so many bytes less than the cheapest of all, or as little as any where none do;
+    their `bound` holds for all such.
 
     Raises:
-        PlanError: there are none.
+        PlanError: none were found.
     """
     held, cheapest = footprint(search), search.problem.solve()
     most = held.value(cheapest.choice)
     found = solve_within(search.problem, held, most - less)
+    if found.choice is None and math.isfinite(found.least):
+        found = solve_within(search.problem, held, found.least + 1.0)
     if found.choice is None:
         kept, goal = byte_text(found.least), byte_text(max(0.0, most - less))
         raise PlanError(f"with any layouts at least {kept} are kept for backward, {goal} were asked for")

@@ -186,8 +186,8 @@ def _smaller(program: Program, hardware: Hardware, whole: _Built, budget: int) -
 
 def _until_it_fits(program: Program, hardware: Hardware, whole: _Built, budget: int, *, recompute: bool) -> _Built:
     less, best = whole.trial.options.free + whole.needed - budget, whole
-    if whole.needed <= budget or whole.needed - budget > whole.memory["activations"]:
-        return whole  # not even without any
+    if whole.needed <= budget or (recompute and whole.needed - budget > whole.memory["activations"]):
+        return whole  # it does, or would not even with nothing saved
     for _ in range(_ATTEMPTS):
         try:
             made = _emit(program, hardware, _less(program, hardware, whole.trial, less, recompute=recompute))
