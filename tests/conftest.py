@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import functools
+import re
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import hypothesis
@@ -19,6 +22,8 @@ torch.set_num_threads(1)
 hypothesis.settings.register_profile("suite", derandomize=True, deadline=None)
 hypothesis.settings.load_profile("suite")
 
+ROOT = Path(__file__).parent.parent
+
 # Beside tests that use the pool, these start processes of their own.
 WITH_PROCESSES = ("test_launch", "test_recipes", "test_cli", "test_package", "test_postmortem", "test_transport")
 
@@ -30,16 +35,27 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--cases", metavar="FILE", help="run tests/test_cases.py on the cases of this file")
 
 
-@pytest.hookimpl(tryfirst=True)
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Two workers (`-n 2 --dist loadgroup`): one takes all that starts ranks, for two pools would be too many for two
-    cores. A file goes to one worker, as it may share what it sets up; the proofs of rules fill up whoever is free."""
-    for item in items:
-        module = item.nodeid.partition("::")[0].rpartition("/")[2].removesuffix(".py")
-        if "ranks" in getattr(item, "fixturenames", ()) or module in WITH_PROCESSES:
-            item.add_marker(pytest.mark.xdist_group("processes"))
-        elif module != "test_proof":
-            item.add_marker(pytest.mark.xdist_group(module))
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    """With `-n 2` one worker takes all that starts ranks: two pools would be too many for two cores. A file's other
+    tests stay together, as they may share what they set up; the proofs of rules fill up whoever is free."""
+    from xdist.scheduler import LoadScopeScheduling
+
+    class OnePool(LoadScopeScheduling):  # type: ignore[misc]
+        def _split_scope(self, nodeid: str) -> str:
+            file, _, test = nodeid.partition("::")
+            if Path(file).stem in WITH_PROCESSES or test.partition("[")[0] in _with_ranks(file):
+                return "processes"
+            return nodeid if file.endswith("test_proof.py") else file
+
+    return OnePool(config, log)
+
+
+@functools.cache
+def _with_ranks(file: str) -> frozenset[str]:
+    """Names of the tests of a file that take the fixture `ranks`."""
+    text = (ROOT / file).read_text()
+    return frozenset(re.findall(r"^def (test_\w+)\([^)]*\branks\b", text, re.MULTILINE))
 
 
 class SteadyPool(Pool):

@@ -8,4 +8,4 @@ ruff format --check .
 ruff check .
 mypy
 lint-imports
-exec python -m pytest -n 2 --dist loadgroup "$@"
+exec python -m pytest -n 2 "$@"
