@@ -96,7 +96,7 @@ class _Clock:
 
     def backward(self) -> None:
         self.ready.clear()
-        self.drained = self.now
+        self.drained, self.last = self.now, ""
         done: dict[int, float] = {}  # movement -> when its gradient has been moved
         self._transpose(self.before.get("output", ()), done)
         for op in reversed(self.ops):
@@ -112,7 +112,7 @@ class _Clock:
             self.now += took / 2.0
             self._transpose(self.before.get(op.name, ()), done)
             self.now += took / 2.0
-        self.now = max(self.now, self.drained)
+        self._wait(self.last, self.drained)
 
     def _share(self, op: Node) -> float:
         """Seconds of the op's forward; its backward takes two times as long."""
@@ -157,7 +157,8 @@ class _Clock:
                     through = self._send(m, t, through)
             self._reorder([(m, t) for t in m.transfers if t.phase == "backward"])
             done[id(m)] = through
-            self.drained = max(self.drained, through)
+            if through > self.drained:
+                self.drained, self.last = through, m.axis
 
 
 def _memory(

@@ -1,8 +1,9 @@
 """Choosing the grid: every way to lay so many devices out, planned and compared by predicted step time.
 
-Each grid is planned, its layouts are written out, and its step is estimated (`estimate`). The best few, as many as a
-model of this size allows, are emitted and scheduled, and of these the fastest is taken. Grids whose axes have the same
-sizes on the same links are one candidate.
+Each grid, with every number of replicas, is planned, its layouts are written out, and its step is estimated
+(`estimate`). The best few, as many as a model of this size allows, are emitted and scheduled, and of these the fastest
+is taken. Grids whose axes have the same sizes on the same links are one candidate. What would not fit into a device's
+memory comes last.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from . import padding
 from .errors import GridError, PlanError
 from .estimate import Estimate, estimate
 from .factors import Factors
-from .grid import Grid, factorisations
+from .grid import REPLICAS, Grid, factorisations
 from .hardware import Hardware
 from .passes.rewrite import rewrite
 from .plan import Candidate, Decisions
@@ -104,7 +105,7 @@ def choose(
             step_done(number)
             for level in levels:
                 trials.append(_tried(program, grid, same, hardware, replace(options, regather=level), factors))
-    trials.sort(key=lambda t: (t.estimate.seconds, t.kept, t.grid.sizes))
+    trials.sort(key=lambda t: (t.kept > hardware.capacity, t.estimate.seconds, t.kept, t.grid.replicas, t.grid.sizes))
     count = max(1, min(_MOST, _NODES // max(1, len(program.graph.graph.nodes))))
     budget = options.memory_budget
     built = _fitting(program, hardware, trials, count, budget)
@@ -117,7 +118,7 @@ def choose(
     rest = sorted((b for b in built if b not in found), key=lambda b: b.seconds)
     emitted = [b.trial for b in built]
     ranked = [(b.trial, b) for b in (*found, *rest)] + [(t, None) for t in trials if t not in emitted]
-    candidates = tuple(_candidate(t, b, first, budget) for t, b in ranked)
+    candidates = tuple(_candidate(t, b, first, budget, hardware) for t, b in ranked)
     note = ""
     if budget is not None:
         note = _note(first, trials, budget)
@@ -245,15 +246,18 @@ def _tried(
 
 
 def distinct(world_size: int, hardware: Hardware) -> Iterator[tuple[Grid, tuple[str, ...]]]:
-    """Every grid that differs from the others in more than the order of its axes, and those it stands for."""
+    """Every grid that differs from the others in more than the order of its axes, and those it stands for; with one
+    replica, then with two, and so on."""
     if world_size < 1:
         raise GridError(f"world_size={world_size}: it needs at least one device")
     alike: dict[object, list[Grid]] = {}
-    for sizes in sorted(factorisations(world_size), reverse=True):
-        grid = Grid(*sizes)
-        links = [(grid.axis_size(a), hardware.link(a, grid)) for a in grid.axes]
-        key = tuple(sorted((n, k.latency, k.bandwidth) for n, k in links))
-        alike.setdefault(key, []).append(grid)
+    for replicas in (r for r in range(1, world_size + 1) if world_size % r == 0):
+        for sizes in sorted(factorisations(world_size // replicas), reverse=True):
+            grid = Grid(*sizes, replicas=replicas)
+            links = [(grid.axis_size(a), hardware.link(a, grid)) for a in grid.one_replica.axes]
+            between = hardware.link(REPLICAS, grid)
+            key = (replicas, between, tuple(sorted((n, k.latency, k.bandwidth) for n, k in links)))
+            alike.setdefault(key, []).append(grid)
     for first, *others in alike.values():
         yield first, tuple(str(g) for g in others)
 
@@ -270,19 +274,22 @@ def _seconds(step: Step) -> float:
     return sum(timeline(g, step.decisions.grid, step.decisions.hardware).seconds for g in graphs)
 
 
-def _candidate(trial: _Trial, built: _Built | None, best: _Built, budget: int | None) -> Candidate:
+def _candidate(trial: _Trial, built: _Built | None, best: _Built, budget: int | None, hardware: Hardware) -> Candidate:
     e = trial.estimate
     needed = built.needed if built is not None else trial.kept
     if built is best:
         why = f"chosen, with {trial.how}" if trial.how else "chosen"
     elif budget is not None and needed > budget:
         why = f"needs {byte_text(needed)}: {byte_text(needed - budget)} too much"
+    elif budget is None and trial.kept > hardware.capacity >= best.trial.kept:
+        why = f"keeps {byte_text(trial.kept)}, a device has {byte_text(hardware.capacity)}"
     elif built is not None and e.seconds <= best.trial.estimate.seconds:
         why = f"{second_text(built.seconds - best.seconds)} slower when scheduled"
     else:
         why = _why(trial, best.trial)
     return Candidate(
         grid=trial.grid.sizes,
+        replicas=trial.grid.replicas,
         regather=trial.options.regather,
         seconds=e.seconds,
         scheduled=built.seconds if built is not None else None,

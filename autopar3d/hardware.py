@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import math
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -38,6 +39,7 @@ class Hardware:
         network: the link between nodes.
         node_size: devices per node.
         source: where the numbers come from.
+        capacity: bytes of memory of one device; `grid="auto"` prefers what fits.
     """
 
     name: str
@@ -47,6 +49,7 @@ class Hardware:
     network: Link
     node_size: int
     source: str = field(default="", compare=False)
+    capacity: float = math.inf
 
     def link(self, axis: str, grid: Grid) -> Link:
         """The link an axis uses: inside a node when its whole group, in rank order, lies inside one."""
@@ -97,6 +100,7 @@ PROFILES = {
             "NVIDIA A100 80GB SXM datasheet, derated by 0.8: 312 TFLOP/s bf16 and fp16, 156 TF32 (taken for float32), "
             "19.5 float64; 2.0 TB/s; NVLink 300 GB/s a direction. Network: a 200 Gbit/s HDR port per device (DGX). "
             "Latencies are assumed: `calibrate` measures them",
+            8.0e10,
         ),
         Hardware(
             "h100",
@@ -108,6 +112,7 @@ PROFILES = {
             "NVIDIA H100 SXM datasheet, derated by 0.7 (compute) and 0.8: 989 TFLOP/s dense bf16 and fp16, 494 TF32 "
             "(taken for float32), 67 float64; 3.35 TB/s; NVLink 450 GB/s a direction. Network: a 400 Gbit/s NDR port "
             "per device (DGX). Latencies are assumed: `calibrate` measures them",
+            8.0e10,
         ),
         Hardware(
             "v100",
@@ -118,7 +123,8 @@ PROFILES = {
             4,
             "NVIDIA V100 SXM2 datasheet, derated by 0.8: 15.7 TFLOP/s float32, 125 fp16 (derated by 0.7), 7.8 float64; "
             "900 GB/s; NVLink 150 GB/s a direction. Network: a 100 Gbit/s EDR port per device. bfloat16 is computed "
-            "as float32. Latencies are assumed: `calibrate` measures them",
+            "as float32. Latencies are assumed: `calibrate` measures them. Memory: the 32 GB model",
+            3.2e10,
         ),
         Hardware(
             "bandwidth",

@@ -182,7 +182,7 @@ class Repeated:
 
 @dataclass(frozen=True)
 class Candidate:
-    """A grid that was considered. Numbers are per rank, for one forward and backward.
+    """A grid (so many `replicas` of it) that was considered. Numbers are per rank, for one forward and backward.
 
     Args:
         seconds: predicted before graphs are emitted, to compare all; `scheduled`: predicted of the emitted graphs, of
@@ -204,6 +204,7 @@ class Candidate:
     memory: int
     why: str
     same: tuple[str, ...]
+    replicas: int = 1
 
 
 @dataclass(frozen=True)

@@ -186,13 +186,14 @@ def _output_row(o: OutputPlan) -> Row:
 def _candidates(plan: Plan) -> str:
     rows = []
     for c in plan.candidates:
-        grid = "(" + ", ".join(map(str, c.grid)) + ")" + (f" +{len(c.same)}" if c.same else "")
+        times = f" x{c.replicas}" if c.replicas > 1 else ""
+        grid = "(" + ", ".join(map(str, c.grid)) + ")" + times + (f" +{len(c.same)}" if c.same else "")
         after = "-" if c.scheduled is None else second_text(c.scheduled)
-        times = second_text(c.seconds), after, second_text(c.compute), second_text(c.exposed)
-        rows.append((grid, *times, byte_text(c.bytes), byte_text(c.memory), c.why))
+        seconds = second_text(c.seconds), after, second_text(c.compute), second_text(c.exposed)
+        rows.append((grid, *seconds, byte_text(c.bytes), byte_text(c.memory), c.why))
     title = (
-        "Grids considered (+n: so many others differ in the order of axes only; "
-        "kept: parameters, gradients, AdamW, saved)"
+        "Grids considered (xr: r replicas; +n: n others differ in the order of axes only; "
+        "kept: weights, gradients, AdamW, saved)"
     )
     header = ("grid", "estimate", "scheduled", "compute", "exposed", "sent", "kept", "why")
     return table(title, header, rows, wrap=(7,), right=(1, 2, 3, 4, 5, 6), folding=False)

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
+import re
+from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 
 import autopar3d
@@ -15,6 +19,7 @@ from autopar3d.factors import Factors
 from autopar3d.grid import Grid, factorisations
 from autopar3d.grids import distinct
 from autopar3d.hardware import PROFILES
+from autopar3d.launch import Pool
 from autopar3d.passes.rewrite import rewrite
 from autopar3d.plan import Plan
 from autopar3d.program import Program
@@ -36,7 +41,8 @@ HOW = {"example_inputs": torch.zeros(512, 64), "outputs": "sharded"}
 def test_every_grid_is_a_candidate_or_the_same_as_one(devices: int, hardware: str) -> None:
     found = list(distinct(devices, PROFILES[hardware]))
     named = [str(g) for g, _ in found] + [s for _, same in found for s in same]
-    assert sorted(named) == sorted(str(Grid(*g)) for g in factorisations(devices))
+    counts = [r for r in range(1, devices + 1) if devices % r == 0]
+    assert sorted(named) == sorted(str(Grid(*g, replicas=r)) for r in counts for g in factorisations(devices // r))
 
 
 @pytest.mark.parametrize("hardware", ["cpu", "h100"])
@@ -44,9 +50,12 @@ def test_grids_that_are_the_same_cost_the_same(hardware: str) -> None:
     program = traced("mlp")
     factors = Factors(program.graph.graph)
     for grid, same in distinct(16, PROFILES[hardware]):
+        if grid.replicas > 2:
+            continue
         first = decide(program, factors, grid, PROFILES[hardware], Options()).cost
         for text in same:
-            other = Grid(*map(int, text.strip("()").split(",")))
+            x, y, z, *replicas = map(int, re.findall(r"\d+", text))
+            other = Grid(x, y, z, replicas=(*replicas, 1)[0])
             cost = decide(program, factors, other, PROFILES[hardware], Options()).cost
             assert cost == pytest.approx(first, rel=1e-9), (grid, other)
 
@@ -55,28 +64,31 @@ def test_the_fastest_is_taken_and_the_others_say_what_they_lack() -> None:
     plan = autopar3d.plan(mlp(), "auto", world_size=8, hardware="h100", **HOW)
     first, *others = plan.candidates
     assert first.grid == plan.grid and first.why == "chosen" and first.scheduled == pytest.approx(plan.seconds)
-    assert math.prod(plan.grid) == 8
+    assert math.prod(plan.grid) * plan.replicas == 8
+    assert {c.replicas for c in plan.candidates} == {1, 2, 4, 8}
     assert all(c.scheduled is None or c.scheduled >= first.scheduled for c in others)
     assert all(c.why and c.why != "chosen" for c in others)
     left = [c.seconds for c in others if c.scheduled is None]
     assert left == sorted(left)
     text = str(plan)
-    assert "Grids considered" in text and all(str(Grid(*c.grid)) in text for c in plan.candidates)
+    assert "Grids considered" in text and all(
+        f"{Grid(*c.grid)}{f' x{c.replicas}' * (c.replicas > 1)} " in text for c in plan.candidates
+    )
     assert max(map(len, text.split("\n"))) <= 120
     assert Plan.from_dict(plan.to_dict()) == plan
 
 
 def test_no_single_grid_is_predicted_to_be_faster() -> None:
     best = autopar3d.plan(mlp(), "auto", world_size=4, hardware="cpu", **HOW)
-    for sizes in factorisations(4):
-        plan = autopar3d.plan(mlp(), sizes, hardware="cpu", **HOW)
+    for grid in [*factorisations(4), Grid(2, 1, 1, replicas=2), Grid(1, 1, 1, replicas=4)]:
+        plan = autopar3d.plan(mlp(), grid, hardware="cpu", **HOW)
         assert best.seconds <= plan.seconds * (1 + 1e-9)
 
 
 def test_it_runs_in_simulation() -> None:
     sim = autopar3d.simulate(mlp(), "auto", torch.ones(8, 64), world_size=4)
     assert torch.allclose(sim(torch.ones(8, 64)), mlp()(torch.ones(8, 64)), atol=1e-6)
-    assert sim.plan.candidates and math.prod(sim.plan.grid) == 4
+    assert sim.plan.candidates and sim.plan.devices == 4
 
 
 def test_what_it_needs() -> None:
@@ -109,6 +121,35 @@ def test_the_estimate_is_near_the_emitted_graphs(name: str, regather: str) -> No
     seconds, activations = estimated(traced(name), Grid(*grid), regather)
     assert seconds == pytest.approx(plan.seconds, rel=0.3)
     assert activations == pytest.approx(plan.memory["activations"], rel=0.15)
+
+
+def test_what_does_not_fit_into_the_device_comes_last() -> None:
+    free = autopar3d.plan(mlp(), "auto", world_size=8, hardware="h100", **HOW)
+    most = max(c.memory for c in free.candidates)
+    small = dataclasses.replace(PROFILES["h100"], capacity=most - 1)
+    plan = autopar3d.plan(mlp(), "auto", world_size=8, hardware=small, **HOW)
+    large = [c.memory > small.capacity for c in plan.candidates]
+    assert any(large) and large == sorted(large)
+    assert all("a device has" in c.why for c, much in zip(plan.candidates, large, strict=True) if much)
+
+
+def _on_ranks() -> Any:
+    torch.manual_seed(dist.get_rank())
+    x = torch.ones(8, 64)
+    model = mlp() if dist.get_rank() == 0 else nn.Sequential(nn.Linear(64, 256), nn.GELU(), nn.Linear(256, 64))
+    par = autopar3d.compile(model, "auto", x, hardware="h100")
+    par(x).sum().backward()
+    return par.plan.grid, par.plan.replicas, par.plan.hash, [p.grad.full_tensor() for p in par.parameters()]
+
+
+def test_all_ranks_choose_the_same_grid(ranks: Pool) -> None:
+    found = ranks.run(_on_ranks, ranks=4)
+    alone = autopar3d.plan(mlp(), "auto", torch.ones(8, 64), hardware="h100", world_size=4)
+    one = mlp()
+    one(torch.ones(8, 64)).sum().backward()
+    for grid, replicas, digest, grads in found:
+        assert (grid, replicas, digest) == (alone.grid, alone.replicas, alone.hash)
+        torch.testing.assert_close(grads, [p.grad for p in one.parameters()], rtol=1e-4, atol=1e-4)
 
 
 # -- what to keep, and a bound on memory -------------------------------------------------------------------------

@@ -105,7 +105,8 @@ def _ranking(plan: Plan) -> str:
         )
         scheduled = second_text(c.scheduled) if c.scheduled is not None else "-"
         numbers = (second_text(c.seconds), scheduled, second_text(c.exposed), byte_text(c.bytes), byte_text(c.memory))
-        rows.append((" × ".join(map(str, c.grid)), bars, *numbers, escape(c.why)))
+        times = f", {c.replicas} replicas" if c.replicas > 1 else ""
+        rows.append((" × ".join(map(str, c.grid)) + times, bars, *numbers, escape(c.why)))
     header = ("grid", "", "estimate", "scheduled", "waits", "sent", "kept", "why")
     return (
         "<h2 id='grids'>Grids considered</h2><div class='ap3d-key'>"
