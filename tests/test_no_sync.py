@@ -57,8 +57,13 @@ def assert_same(par: Any, model: nn.Module) -> None:
 
 @pytest.mark.parametrize(
     ("grid", "options"),
-    [((4, 1, 1), {"scheme": "zero3"}), ((2, 2, 2), {"scheme": "3d"}), ((1, 2, 2), {"outputs": "loss"})],
-    ids=["zero3", "3d", "auto"],
+    [
+        ((4, 1, 1), {"scheme": "zero3"}),
+        ((2, 2, 2), {"scheme": "3d"}),
+        ((1, 2, 2), {"outputs": "loss"}),
+        (autopar3d.Grid(2, 1, 1, replicas=2), {}),
+    ],
+    ids=["zero3", "3d", "auto", "replicas"],
 )
 def test_the_same_gradients_and_no_reduction_but_the_last(grid: Any, options: dict[str, Any]) -> None:
     par, model = autopar3d.simulate(make(), grid, batches()[0], hardware="bandwidth", **options), make()
