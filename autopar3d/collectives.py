@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 from torch.fx import Graph, Node
 
+from .errors import InputError
 from .grid import ALL_AXES, LANE
 from .private import GroupName, resolve_process_group
 from .redistribute import sent
@@ -392,7 +393,14 @@ class Collective:
 
 
 def collectives(graph: Graph | torch.fx.GraphModule) -> list[Collective]:
-    """The collectives of a `forward_graph` or `backward_graph`, in program order."""
+    """The collectives of a `forward_graph` or `backward_graph`, in program order.
+
+    Raises:
+        InputError: it is neither, as the parallel module itself.
+    """
+    if not isinstance(graph, (Graph, torch.fx.GraphModule)) or hasattr(graph, "forward_graph"):
+        what = type(graph).__name__
+        raise InputError(f"collectives got a {what}; pass a graph: par.forward_graph or par.backward_graph")
     found = []
     nodes = graph.graph.nodes if isinstance(graph, torch.fx.GraphModule) else graph.nodes
     for node in nodes:

@@ -20,7 +20,7 @@ from .dtensor import is_exact
 from .errors import GridError, InputError, LayoutError, PlanError
 from .execute import LockstepExecutor, RankExecutor
 from .explain import Choices
-from .grid import Grid, GridLike
+from .grid import Grid, GridLike, check_size
 from .grids import Chosen, choose, distinct
 from .hardware import Hardware, resolve
 from .initialize import initial_values
@@ -31,7 +31,7 @@ from .passes.defer import Deferred, defer
 from .precision import MixedPrecision, ambient, autocast
 from .program import Argument, Program
 from .progress import stage, watching
-from .pytrees import flatten_input
+from .pytrees import flatten_input, register_caches
 from .report import make_plan
 from .schedule import in_best_lanes, schedule, scheduled
 from .skeleton import Skeleton
@@ -297,7 +297,11 @@ class Compiler(Engine):
         given: Plan | None = None,
     ) -> None:
         if not isinstance(model, nn.Module):
-            raise PlanError(f"model is a {type(model).__name__}; it must be an nn.Module")
+            hint = "; make one of it first" if isinstance(model, type) and issubclass(model, nn.Module) else ""
+            raise PlanError(f"model is a {type(model).__name__}; it must be an nn.Module{hint}")
+        if isinstance(model, ParallelModule):
+            raise PlanError("model is a ParallelModule, which is compiled already; pass the model it was made from")
+        _check_given(loss_fn=loss_fn, plan=given, check=check, seed=seed)
         options.check()
         self.device = device_of(model)
         self.grid, self.options = grid or Grid(1, 1, 1), options
@@ -396,6 +400,7 @@ class Compiler(Engine):
         self, args: tuple[Any, ...], kwargs: dict[str, Any], modes: dict[str, bool], trainable: dict[str, bool]
     ) -> tuple[Program, Options]:
         self._refuse_targets(kwargs)
+        self._refuse_arguments(args, {k: v for k, v in kwargs.items() if k != "targets" or self.loss_fn is None})
         with stage("tracing"):
             return with_outputs(self.skeleton.trace(args, kwargs, modes, trainable), self.options)
 
@@ -418,6 +423,27 @@ class Compiler(Engine):
                 f"loss_fn {name}{_signature(self.loss_fn)} is called as loss_fn(output, *targets), here with "
                 f"{len(targets)} targets: pass targets=(...) with each call, and as an example in example_kwargs="
             )
+
+    def _refuse_arguments(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Raise InputError where the model's forward takes other arguments."""
+        forward = self.skeleton.model.forward
+        try:
+            inspect.signature(forward).bind(*args, **kwargs)
+        except TypeError as error:
+            name = type(self.skeleton.model).__name__
+            given = ", ".join([*(f"args[{i}]" for i in range(len(args))), *(f"{key}=" for key in kwargs)])
+            advice = (
+                "; a dict of keyword arguments goes into example_kwargs="
+                if args and isinstance(args[0], Mapping)
+                else "; a loss's targets go with loss_fn= into targets=(...)"
+                if self.loss_fn is None and "too many" in str(error)
+                else ""
+            )
+            raise InputError(
+                f"{name}.forward{_signature(forward)} is called with ({given}): {error}{advice}"
+            ) from error
+        except ValueError:  # no signature: written in C
+            return
 
     def _prepare(
         self, module: ParallelModule, args: tuple[Any, ...], kwargs: dict[str, Any], modes: dict[str, bool]
@@ -551,10 +577,13 @@ def _takes(function: Callable[..., Any], *args: Any, **kwargs: Any) -> bool:
 
 
 def _signature(function: Callable[..., Any]) -> str:
+    """The names of a function's arguments, without types, for a message."""
     try:
-        return str(inspect.signature(function))
+        signature = inspect.signature(function)
     except (TypeError, ValueError):
         return ""
+    plain = [p.replace(annotation=inspect.Parameter.empty) for p in signature.parameters.values()]
+    return str(signature.replace(parameters=plain, return_annotation=inspect.Signature.empty))
 
 
 def _described(args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
@@ -586,6 +615,8 @@ def _given(grid: GridLike, world_size: int | None = None, *, processes: bool = F
         return found
     if world_size is None and not processes:
         raise GridError('grid="auto" needs world_size=, the number of devices, where there is no process group')
+    if world_size is not None:
+        check_size(world_size)
     return None
 
 
@@ -608,14 +639,37 @@ def _checked(given: Plan | None, options: Options) -> Plan | None:
     return given
 
 
+def _check_given(*, loss_fn: Any, plan: Any, check: Any, seed: Any) -> None:
+    """Raise PlanError where an argument is of a type that it cannot have; all of them are listed."""
+    problems = []
+    if loss_fn is not None and (isinstance(loss_fn, type) or not callable(loss_fn)):
+        what = f"the class {loss_fn.__name__}" if isinstance(loss_fn, type) else f"a {type(loss_fn).__name__}"
+        way = f"pass an object of it, as {loss_fn.__name__}()" if isinstance(loss_fn, type) else "it is a function"
+        problems.append(f"loss_fn= is {what}; {way}: loss_fn(output, *targets) is called")
+    if plan is not None and not isinstance(getattr(plan, "strategies", None), Mapping):
+        problems.append(f"plan= is a {type(plan).__name__}; it is a Plan, from plan(...) or Plan.load(path)")
+    if check is not None and not isinstance(check, bool):
+        problems.append(f"check={check!r} is not known; choose None, True or False")
+    if isinstance(seed, bool) or not isinstance(seed, int) or not 0 <= seed < 1 << 63:
+        problems.append(f"seed={seed!r} is not a whole number from 0 to 2**63 - 1")
+    if problems:
+        raise PlanError("\n".join(problems))
+
+
 def _call(example_inputs: Any, example_kwargs: Mapping[str, Any] | None) -> tuple[tuple[Any, ...], dict[str, Any]]:
     if example_kwargs is not None and not isinstance(example_kwargs, Mapping):
         raise InputError(
             f"example_kwargs= is a {type(example_kwargs).__name__}; it must be a dict of keyword arguments, such as "
             '{"labels": labels}; positional ones go into example_inputs='
         )
+    unnamed = [key for key in example_kwargs or {} if not isinstance(key, str)]
+    if unnamed:
+        raise InputError(f"example_kwargs= has the key {unnamed[0]!r}; keys are the names of keyword arguments")
     args = example_inputs if isinstance(example_inputs, (tuple, list)) else (example_inputs,)
-    return (() if example_inputs is None else tuple(args)), dict(example_kwargs or {})
+    found = () if example_inputs is None else tuple(args), dict(example_kwargs or {})
+    register_caches()
+    flatten_input(*found)  # refuses what is no tensor, and no plain value
+    return found
 
 
 def device_of(model: nn.Module) -> torch.device:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from .errors import PlanError
 from .tables import byte_text, count_text, second_text, table
 
 if TYPE_CHECKING:
@@ -54,7 +55,13 @@ class Difference:
 
 
 def difference(a: Plan, b: Plan) -> Difference:
-    """What differs, this plan first."""
+    """What differs, this plan first.
+
+    Raises:
+        PlanError: the other is no plan.
+    """
+    if not isinstance(b, type(a)):
+        raise PlanError(f"diff got a {type(b).__name__}; it takes another Plan, from plan(...) or Plan.load(path)")
     options = [
         (k, str(getattr(a, k)), str(getattr(b, k))) for k in ("grid", "hardware", "scheme", "regather", "inputs")
     ]

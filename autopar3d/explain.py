@@ -81,6 +81,8 @@ def _find(name: str, step: Step) -> Node:
         if found:
             raise PlanError(f"{name} has several ops; ask for one of {', '.join(n.name for n in found)}")
     known = list(dict.fromkeys(m for n in specs if (m := module_path(n))))
+    if not isinstance(name, str):
+        raise PlanError(f"explain got a {type(name).__name__}; it takes the name of a module or of a node")
     near = [m for m in known if m.startswith(name + ".")][:6] or difflib.get_close_matches(name, known, 6, 0.5)
     hint = f"; near are {', '.join(near)}" if near else ""
     raise PlanError(f"no op and no module that computes is called {name!r}{hint}")

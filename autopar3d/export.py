@@ -113,7 +113,10 @@ class _Flat(nn.Module):
             leaves, spec = flatten_output(output)
             tensors = tuple(leaf for _, leaf in leaves if isinstance(leaf, Tensor))
             if not tensors:
-                raise TraceError(f"{type(model).__name__} returns no tensor, so there is nothing to compute")
+                raise TraceError(
+                    f"{type(model).__name__}, or its loss_fn where there is one, returns no tensor "
+                    f"({output!r:.60}), so there is nothing to compute"
+                )
             _refuse_custom_functions([*(t.grad_fn for t in tensors), *regions.hidden], self.functions.classes)
             # The fake tensors themselves must not outlive the trace.
             seen.outputs = [(path, TENSOR if isinstance(leaf, Tensor) else leaf) for path, leaf in leaves]

@@ -179,6 +179,7 @@ class Grid:
 
     def check_world(self, world_size: int) -> None:
         """Raise GridError when the grid does not have exactly `world_size` places."""
+        check_size(world_size)
         if self.size != world_size:
             legal = ", ".join(str(g) for g in factorisations(world_size))
             product = "*".join(map(str, self.shape))
@@ -220,6 +221,12 @@ class LaneGrid(Grid):
 
     def in_lane(self, lane: int) -> Grid:
         return replace(self, lane=lane)
+
+
+def check_size(world_size: Any) -> None:
+    """Raise GridError for what is no number of devices."""
+    if isinstance(world_size, bool) or not isinstance(world_size, Integral) or int(world_size) < 1:
+        raise GridError(f"world_size={world_size!r}: it is the number of devices, a whole number of at least 1")
 
 
 def factorisations(world_size: int) -> Iterator[tuple[int, int, int]]:

@@ -147,6 +147,10 @@ def resolve(hardware: Hardware | str | Path | None, device: torch.device) -> Har
     """
     if isinstance(hardware, Hardware):
         return hardware
+    if hardware is not None and not isinstance(hardware, (str, Path)):
+        raise PlanError(
+            f"hardware= is a {type(hardware).__name__}; it is a Hardware, a profile's name or a file's path"
+        )
     if isinstance(hardware, Path) or (hardware and hardware not in PROFILES and Path(hardware).is_file()):
         return Hardware.load(hardware)
     name = hardware or ("h100" if device.type == "cuda" else "cpu")

@@ -23,7 +23,7 @@ from types import TracebackType
 from typing import Any
 
 from autopar3d import rank as remote
-from autopar3d.errors import LaunchError, RankError
+from autopar3d.errors import GridError, LaunchError, RankError
 from autopar3d.grid import Grid
 
 _HOST = "127.0.0.1"
@@ -31,6 +31,7 @@ _TICK = 0.2  # seconds between two looks at ranks that say nothing
 _GRACE = 1.0  # seconds that the other ranks get to fail or finish by themselves after the first failure
 _CLOSING = 5.0  # seconds that a rank gets to leave its process group
 _NURSERIES = 2
+_FEW = 128  # processes that any machine is asked for
 
 
 def launch(fn: Callable[..., Any], *args: Any, grid: Grid | Sequence[int] | int, timeout: float = 300.0) -> list[Any]:
@@ -47,10 +48,21 @@ def launch(fn: Callable[..., Any], *args: Any, grid: Grid | Sequence[int] | int,
 
     Raises:
         GridError: `grid` is no grid; sizes are three, as in `(2, 2, 1)`.
+        LaunchError: `fn` is no function, or `grid` is more processes than one machine is asked for.
         RankError: a rank raised or died (the message holds its number and traceback, `__cause__` the
             exception where it pickles), or some had not finished in time.
     """
-    with Pool(rank_count(grid)) as pool:
+    if not callable(fn):
+        raise LaunchError(f"launch calls fn(*args) on every rank; fn is a {type(fn).__name__}, not a function")
+    if isinstance(timeout, bool) or not isinstance(timeout, (int, float)) or not timeout > 0:
+        raise LaunchError(f"timeout={timeout!r}: it is a number of seconds above 0")
+    ranks, most = rank_count(grid), max(_FEW, 16 * (os.cpu_count() or 1))
+    if ranks > most:
+        raise LaunchError(
+            f"grid={grid} is {ranks} processes on this machine of {os.cpu_count()} cores; launch starts at most "
+            f"{most}. plan and simulate need no processes; torchrun starts ranks on several machines"
+        )
+    with Pool(ranks) as pool:
         return pool.run(fn, *args, timeout=timeout)
 
 
@@ -60,7 +72,11 @@ def rank_count(grid: Any) -> int:
     Raises:
         GridError: it is none of these.
     """
-    return grid if isinstance(grid, int) and not isinstance(grid, bool) else Grid.of(grid).size
+    if isinstance(grid, int) and not isinstance(grid, bool):
+        if grid < 1:
+            raise GridError(f"grid={grid} ranks: at least one is needed")
+        return grid
+    return Grid.of(grid).size
 
 
 class Pool:
@@ -118,7 +134,13 @@ class Pool:
         if not 1 <= count <= self.world_size:
             raise ValueError(f"this pool has {self.world_size} ranks; {count} were asked for")
         deadline = time.monotonic() + timeout
-        call = remote.dumps((fn, args))
+        try:
+            call = remote.dumps((fn, args))
+        except TypeError as error:
+            raise LaunchError(
+                f"the function and its arguments go to the ranks as pickles, and do not: {error}; make what it is in "
+                "the function, on each rank"
+            ) from error
         members = self._start(count)
         try:
             self._send_jobs(members, call, timeout)

@@ -267,7 +267,7 @@ class ParallelModule(GraphModule):
             args, kwargs = tree_unflatten(self._global(leaves), in_spec)
         try:
             self.plan_for(*args, **kwargs)
-        except TraceError as error:
+        except (TraceError, InputError) as error:
             if known is not None:
                 refuse_differences(flatten_input(args, kwargs)[0], known.leaves, error)
             raise
@@ -376,7 +376,13 @@ class ParallelModule(GraphModule):
         return {"seed": calls.random.seed, "step": calls.random.step}
 
     def set_random_state(self, state: Mapping[str, int]) -> None:
-        """Take up what `random_state()` gave, here or on any other grid. Every rank must be given the same."""
+        """Take up what `random_state()` gave, here or on any other grid. Every rank must be given the same.
+
+        Raises:
+            StateError: it is something else.
+        """
+        if not isinstance(state, Mapping) or not all(isinstance(state.get(k), int) for k in ("seed", "step")):
+            raise StateError(f"set_random_state takes what random_state() gave, a dict of seed and step; not {state!r}")
         calls: _Calls = self.__dict__["_ap3d"]
         calls.random.seed, calls.random.step = int(state["seed"]), int(state["step"])
 

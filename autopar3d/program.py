@@ -105,6 +105,7 @@ def region(node: Node) -> int | None:
 
 _FRAME = re.compile(r'File "([^"]+)", line (\d+)')
 _TORCH = str(Path(torch.__file__).parent)
+_HERE = Path(__file__).parent  # the frames of a call of a parallel module, which plans
 
 
 def source_line(node: Node) -> str:
@@ -113,7 +114,7 @@ def source_line(node: Node) -> str:
     `""` where none is known. torch records the frames of `forward` methods only.
     """
     for path, line in reversed(_FRAME.findall(node.meta.get("stack_trace") or "")):
-        if not path.startswith((_TORCH, "<")):
+        if not path.startswith((_TORCH, "<")) and Path(path).parent != _HERE:
             return f"{Path(path).name}:{line}"
     return ""
 

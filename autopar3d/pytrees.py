@@ -12,6 +12,7 @@ import sys
 from collections.abc import Iterable, Iterator
 from typing import Any
 
+import numpy as np
 import torch
 
 from autopar3d.errors import TraceError
@@ -60,6 +61,12 @@ def _refuse_opaque(verb: str, leaves: list[tuple[str, Any]]) -> None:
                 f"the model {verb} a number that it read from a tensor ({path}), as .item() does; a graph has no such "
                 "numbers: return the tensor itself"
             )
+        if isinstance(leaf, torch.Tensor) and leaf.layout is not torch.strided:
+            raise TraceError(
+                f"the model {verb} a sparse tensor ({path}, {leaf.layout}), which no grid cuts; use {path}.to_dense()"
+            )
+        if isinstance(leaf, np.ndarray):
+            raise TraceError(f"the model {verb} a numpy array ({path}); a graph takes tensors: torch.as_tensor({path})")
         if not isinstance(leaf, (torch.Tensor, *_PLAIN)):
             cls = type(leaf)
             raise TraceError(

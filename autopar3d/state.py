@@ -54,6 +54,8 @@ def load(root: nn.Module, given: Mapping[str, Any], *, strict: bool, assign: boo
     Raises:
         StateError: shapes differ; with `strict`, keys are missing or unexpected; with `assign`, dtypes differ.
     """
+    if not isinstance(given, Mapping):
+        raise StateError(f"load_state_dict got a {type(given).__name__}; it takes a dict of tensors by name")
     own = dict(held(root, persistent=True))
     unexpected = [name for name in given if name not in own]
     # A tied tensor may come under any of its names.
@@ -121,6 +123,12 @@ def load_full_optimizer_state(root: nn.Module, optimizer: Optimizer, given: Mapp
     Raises:
         StateError: the groups hold other numbers of parameters, or a state has another shape than its parameter.
     """
+    if not isinstance(given, Mapping) or not {"state", "param_groups"} <= set(given):
+        got = f"the keys {', '.join(map(str, given)) or '-'}" if isinstance(given, Mapping) else type(given).__name__
+        raise StateError(
+            f"an optimizer's state is a dict of 'state' and 'param_groups', as optimizer.state_dict() and "
+            f"full_optim_state_dict() give; this has {got}"
+        )
     names = {id(p): name for name, p in root.named_parameters()}
     sizes = [len(g["params"]) for g in optimizer.param_groups]
     theirs = [len(g["params"]) for g in given["param_groups"]]

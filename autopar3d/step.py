@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
+from numbers import Real
 
 import torch
 from torch.fx import Node
@@ -51,26 +53,46 @@ class Options:
     free: float = 0.0  # bytes that are computed again in backward rather than saved, as a memory budget has it
 
     def check(self) -> None:
-        """Raise PlanError for a value that is not known."""
-        if self.inputs not in ("global", "sharded"):
-            raise PlanError(f"inputs={self.inputs!r} is not known; choose 'global' or 'sharded'")
-        if self.regather not in ("all", "weights", "none", "auto"):
-            raise PlanError(f"regather={self.regather!r} is not known; choose 'all', 'weights', 'none' or 'auto'")
-        if self.memory_budget is not None and self.memory_budget <= 0:
-            raise PlanError(f"memory_budget={self.memory_budget}: it is a number of bytes per device")
-        if self.constraints is not None and not isinstance(self.constraints, Mapping):
-            raise PlanError(
-                f"constraints= is a {type(self.constraints).__name__}; it must be a dict of layouts by glob, such as "
+        """Raise PlanError for values that are not known; all of them are listed."""
+        problems = [
+            f"{name}={value!r} is not known; choose {choices}"
+            for name, value, known, choices in (
+                ("inputs", self.inputs, ("global", "sharded"), "'global' or 'sharded'"),
+                ("regather", self.regather, ("all", "weights", "none", "auto"), "'all', 'weights', 'none' or 'auto'"),
+                ("overlap", self.overlap, (True, False, "auto"), "'auto', True or False"),
+                ("lanes", self.lanes, (1, 2, "auto"), "1, 2 or 'auto'"),
+                ("strict", self.strict, (True, False), "True or False"),
+            )
+            if not any(type(value) is type(one) and value == one for one in known)
+        ]
+        budget = self.memory_budget
+        if budget is not None and (
+            isinstance(budget, bool) or not isinstance(budget, Real) or not 0 < budget < math.inf
+        ):
+            problems.append(f"memory_budget={budget!r}: it is a number of bytes per device, as in 80e9")
+        named = self.outputs if isinstance(self.outputs, Mapping) else {"": self.outputs}
+        problems += [
+            f"outputs= names {k!r}; names are text, as in {{'logits': 'global'}}" for k in named if type(k) is not str
+        ]
+        problems += [
+            f"outputs={value!r} is not known; choose one of {', '.join(OUTPUTS)}, or a dict of these by output"
+            for value in named.values()
+            if value not in OUTPUTS
+        ]
+        wanted = self.constraints
+        if wanted is not None and not isinstance(wanted, Mapping):
+            problems.append(
+                f"constraints= is a {type(wanted).__name__}; it must be a dict of layouts by glob, such as "
                 "{'*.fc1.weight': '[z, y]'}"
             )
-        if self.overlap not in (True, False, "auto"):
-            raise PlanError(f"overlap={self.overlap!r} is not known; choose 'auto', True or False")
-        if self.lanes not in (1, 2, "auto") or isinstance(self.lanes, bool):
-            raise PlanError(f"lanes={self.lanes!r} is not known; choose 1, 2 or 'auto'")
-        values = [self.outputs] if isinstance(self.outputs, str) else list(self.outputs.values())
-        for value in values:
-            if value not in OUTPUTS:
-                raise PlanError(f"outputs={value!r} is not known; choose one of {', '.join(OUTPUTS)}")
+        else:
+            problems += [
+                f"constraints: {key!r}: {value!r} is no glob with a layout, as in '*.up.weight': '[z, y]'"
+                for key, value in (wanted or {}).items()
+                if not isinstance(key, str) or not isinstance(value, (str, Layout))
+            ]
+        if problems:
+            raise PlanError("\n".join(problems))
 
 
 @dataclass(frozen=True)

@@ -231,7 +231,7 @@ class _Assembly:
         """Raise if a product is of two dtypes: fake tensors let it pass, real ones do not."""
         if getattr(node.target, "overloadpacket", None) not in _PRODUCTS:
             return
-        found = [n for n in node.all_input_nodes if n.meta["val"].is_floating_point()]
+        found = [n for n in node.all_input_nodes if n.meta["val"].dtype != torch.bool]
         if len({n.meta["val"].dtype for n in found}) > 1:
             names = {s.arg.name: own_name(s.target) for s in self.signature.input_specs if s.target is not None}
             names |= {s.arg.name: path for (path, _), s in zip(self.leaves, self._inputs(), strict=True)}

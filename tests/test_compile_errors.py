@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 import sys
+import threading
 from typing import Any
 
 import pytest
@@ -12,7 +13,16 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import autopar3d
-from autopar3d.errors import GridError, InputError, LaunchError, MismatchError, PlanError, StateError, TraceError
+from autopar3d.errors import (
+    AutoPar3DError,
+    GridError,
+    InputError,
+    LaunchError,
+    MismatchError,
+    PlanError,
+    StateError,
+    TraceError,
+)
 from autopar3d.launch import Pool
 from tests.test_module import GRID, Tied, close, make, rows
 
@@ -303,3 +313,56 @@ def test_every_rank_gets_a_clear_error(ranks: Pool) -> None:
         assert "of rank 0 differs from that of ranks 1, 2, 3" in found["flags"]
         assert "give compile example_inputs= of global shape" in found["sharded"]
         assert "nothing is planned yet" in found["unplanned"]
+
+
+# What an argument of `plan` may not be, and what the message says; several are told together.
+WRONG: list[tuple[dict[str, Any], str]] = [
+    ({"model": nn.Linear}, "model is a type; .* make one of it first"),
+    ({"loss_fn": nn.MSELoss}, r"loss_fn= is the class MSELoss; pass an object of it, as MSELoss\(\)"),
+    ({"loss_fn": "mse"}, r"loss_fn= is a str; .*loss_fn\(output, \*targets\)"),
+    ({"outputs": None, "strict": "yes"}, "(?s)strict='yes' .*True or False.*outputs=None .*auto, global"),
+    ({"outputs": {0: "global"}}, "names 0; names are text"),
+    ({"constraints": "weight"}, "constraints= is a str; it must be a dict"),
+    ({"constraints": {"weight": 5}}, "'weight': 5 is no glob with a layout"),
+    ({"memory_budget": "80GB"}, "memory_budget='80GB': .*bytes per device, as in 80e9"),
+    ({"memory_budget": float("nan")}, "memory_budget=nan"),
+    ({"hardware": 5}, "hardware= is a int"),
+    ({"plan": "plan.json", "seed": -1, "check": "x"}, r"(?s)Plan.load\(path\).*check='x'.*seed=-1"),
+    ({"world_size": "8"}, "world_size='8'"),
+    ({"world_size": 0}, "world_size=0"),
+    ({"example_inputs": (torch.ones(2, 2),) * 2}, r"Linear.forward\(input\) .*\(args\[0\], args\[1\]\): too many"),
+    ({"example_inputs": {"input": torch.ones(2, 2)}, "example_kwargs": {"a": 1}}, "goes into example_kwargs="),
+    ({"example_kwargs": {1: 1}}, "has the key 1"),
+    ({"example_inputs": torch.ones(8, 8).numpy()}, r"numpy array \(args\[0\]\); .*torch.as_tensor"),
+    ({"example_inputs": torch.ones(8, 8).to_sparse()}, r"sparse tensor \(args\[0\], torch.sparse_coo\)"),
+    ({"example_inputs": torch.ones(8, 8).long()}, r"different dtypes .*args\[0\] torch.int64"),
+    ({"model": nn.RNN(8, 8, 2, dropout=0.1)}, "dropout between its layers.*nn.Dropout between them"),
+]
+
+
+@pytest.mark.parametrize(("wrong", "says"), WRONG, ids=lambda v: "-".join(v) if isinstance(v, dict) else "")
+def test_an_argument_of_the_wrong_kind_is_named(wrong: dict[str, Any], says: str) -> None:
+    with pytest.raises(AutoPar3DError, match=says):
+        autopar3d.plan(**{"model": nn.Linear(8, 8), "grid": (2, 1, 1), "example_inputs": torch.ones(8, 8), **wrong})
+
+
+def test_wrong_calls_of_a_module_and_its_tools_are_named() -> None:
+    par = autopar3d.simulate(nn.Linear(8, 8), (2, 1, 1), torch.ones(8, 8))
+    optimizer = torch.optim.SGD(par.parameters(), 0.1)
+    wrong: list[tuple[Any, str]] = [
+        (lambda: autopar3d.simulate(par, (2, 1, 1), torch.ones(8, 8)), "compiled already"),
+        (lambda: autopar3d.collectives(par), "par.forward_graph or par.backward_graph"),
+        (lambda: par.load_state_dict(None), "load_state_dict got a NoneType"),  # type: ignore[arg-type]
+        (lambda: par.load_full_optim_state_dict(optimizer, {"a": 1}), "'param_groups'.* this has the keys a"),
+        (lambda: par.set_random_state({}), r"random_state\(\) gave"),
+        (lambda: par.plan.explain(5), "explain got a int"),  # type: ignore[arg-type]
+        (lambda: par.plan.diff(5), "diff got a int"),  # type: ignore[arg-type]
+        (lambda: autopar3d.launch(None, grid=2), "fn is a NoneType"),  # type: ignore[arg-type]
+        (lambda: autopar3d.launch(print, grid=0), "at least one"),
+        (lambda: autopar3d.launch(print, grid=(100, 100, 100)), "1000000 processes .*simulate need no processes"),
+        (lambda: autopar3d.launch(print, grid=2, timeout=0), "timeout=0"),
+        (lambda: autopar3d.launch(lambda _: 0, threading.Lock(), grid=2), "cannot pickle .*lock"),
+    ]
+    for call, says in wrong:
+        with pytest.raises(AutoPar3DError, match=says):
+            call()

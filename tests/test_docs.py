@@ -24,7 +24,9 @@ import pytest
 import torch
 
 import autopar3d
+from autopar3d import errors
 from autopar3d.cli import main
+from autopar3d.errors import AutoPar3DError
 from autopar3d.rules import RULES
 from tests.api import SECTIONS, reference
 
@@ -156,6 +158,12 @@ def test_files_exist(page: Path) -> None:
         # Names with a folder of this repository in front; others are the reader's own.
         if re.fullmatch(r"\.?[\w.-]+(/[\w.-]*)+", path) and (ROOT / path.split("/")[0]).is_dir():
             assert (ROOT / path).exists(), f"{page.name} names {path}"
+
+
+def test_troubleshooting_shows_every_error() -> None:
+    text = (ROOT / "docs" / "troubleshooting.md").read_text()
+    kinds = [c for c in vars(errors).values() if isinstance(c, type) and issubclass(c, AutoPar3DError)]
+    assert [c.__name__ for c in kinds if c.__name__ not in text] == []
 
 
 def test_the_reference_is_what_the_docstrings_say() -> None:

@@ -87,3 +87,75 @@ def test_scripts_are_bash() -> None:
             for word in line.split():
                 if word.startswith("examples/"):
                     assert (FOLDER.parents[1] / word).exists(), word
+
+
+@pytest.mark.slow
+def test_the_trainer_of_transformers_trains_as_on_one_device(tmp_path: Path) -> None:
+    pytest.importorskip("accelerate")
+    from transformers import GPT2LMHeadModel, Trainer
+
+    # Ranks of their own: accelerate keeps the number of processes for the life of each.
+    logs = autopar3d.launch(_trainer, str(tmp_path / "grid"), grid=(2, 2, 1))[0]
+    recipe = _recipe("hf_trainer")
+
+    class Alone(Trainer):  # type: ignore[misc]
+        get_train_dataloader = recipe.GridTrainer.get_train_dataloader
+        _loader = recipe.GridTrainer._loader
+
+    model = recipe.small()
+    model.accepts_loss_kwargs = False
+    data = recipe.Counting(model.config)
+    alone = Alone(model, recipe.arguments(tmp_path / "alone", 4), train_dataset=data, eval_dataset=data)
+    alone.train()
+    for name in ("loss", "grad_norm", "learning_rate", "eval_loss"):
+        mine = [log[name] for log in logs if name in log]
+        assert mine == pytest.approx([log[name] for log in alone.state.log_history if name in log], rel=1e-4)
+        assert len(mine) == (1 if name == "eval_loss" else 4)
+    saved = GPT2LMHeadModel.from_pretrained(tmp_path / "grid")
+    for (name, one), other in zip(saved.named_parameters(), model.parameters(), strict=True):
+        torch.testing.assert_close(one, other, rtol=0, atol=1e-4, msg=name)
+
+
+def _trainer(folder: str) -> list[dict[str, float]]:
+    logs: list[dict[str, float]] = _recipe("hf_trainer").train((2, 2, 1), Path(folder), steps=4)
+    return logs
+
+
+@pytest.mark.slow
+def test_lightning_trains_as_on_one_device_and_resumes(tmp_path: Path) -> None:
+    lightning = pytest.importorskip("lightning")
+    whole = autopar3d.launch(_lightning, str(tmp_path / "grid"), 3, grid=(2, 1, 1))[0]
+    (checkpoint,) = (tmp_path / "grid" / "checkpoints").iterdir()
+    recipe = _recipe("lightning_module")
+
+    class Alone(recipe.Regression):  # type: ignore[misc, name-defined]
+        def configure_model(self) -> None:
+            self.model = self.model or WithLoss(recipe.small())
+
+    runner = recipe.trainer(tmp_path / "alone", 3, "auto", accelerator="cpu", devices=1)
+    assert isinstance(runner, lightning.Trainer)
+    module = Alone((1, 1, 1))
+    runner.fit(module, recipe.loader(), recipe.loader(shuffle=False))
+    for name in ("loss", "val_loss"):
+        assert whole[name] == pytest.approx(float(runner.callback_metrics[name]), rel=1e-5)
+    for name, value in module.model.model.state_dict().items():
+        torch.testing.assert_close(whole["state"][name], value, rtol=0, atol=1e-5, msg=name)
+    more = autopar3d.launch(_lightning, str(tmp_path / "more"), 5, str(checkpoint), grid=(2, 1, 1))[0]
+    assert more["val_loss"] < whole["val_loss"]
+
+
+class WithLoss(torch.nn.Module):
+    """Called as the compiled model is."""
+
+    def __init__(self, model: torch.nn.Module) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, x: torch.Tensor, targets: tuple[torch.Tensor]) -> torch.Tensor:
+        return torch.nn.functional.mse_loss(self.model(x), *targets)
+
+
+def _lightning(folder: str, epochs: int, resume: str | None = None) -> dict[str, Any]:
+    start = None if resume is None else Path(resume)
+    found: dict[str, Any] = _recipe("lightning_module").train((2, 1, 1), Path(folder), epochs=epochs, resume=start)
+    return found

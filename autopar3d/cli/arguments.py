@@ -58,12 +58,14 @@ def parser() -> argparse.ArgumentParser:
 
     plan = command("plan", _plan, "print what went where and what it costs; needs no devices")
     _model_arguments(plan)
+    _precision(plan)
     plan.add_argument("--json", action="store_true", help="print the plan as JSON instead; Plan.load reads it")
     plan.add_argument("--html", metavar="FILE", help="write the plan as a page, with pictures, to FILE")
     plan.add_argument("--save", metavar="FILE", help="write the plan, as JSON, to FILE")
 
     check = command("check", _check, "say what would go wrong, or be slow, on a grid; needs no devices")
     _model_arguments(check)
+    _precision(check)
 
     simulate = command("simulate", _simulate, "train on all ranks of a grid in this process, beside one device")
     _model_arguments(simulate)
@@ -102,7 +104,8 @@ def _model_arguments(to: argparse.ArgumentParser) -> None:
         "--hardware", metavar="NAME", help="profile: a100, h100, v100, cpu, bandwidth, or a file of calibrate"
     )
     to.add_argument("--scheme", default="auto", help="auto (default), 3d, 2d, 1d, zero3 or zero3x1d")
-    to.add_argument("--regather", default="all", help="all (default), weights or none")
+    to.add_argument("--regather", default="all", help="all (default), weights, none or auto")
+    to.add_argument("--memory-budget", type=_bytes, metavar="BYTES", help="most that a device may need, as in 80e9")
     to.add_argument("--inputs", default="global", help="global (default) or sharded")
     to.add_argument("--outputs", default="auto", help="auto (default), global, sharded or loss")
     to.add_argument(
@@ -111,6 +114,22 @@ def _model_arguments(to: argparse.ArgumentParser) -> None:
     to.add_argument("--lanes", default="1", choices=["1", "2", "auto"], help="parts of the batch (default: 1)")
     to.add_argument("--strict", action="store_true", help="fail when something is kept whole or has no rule")
     to.add_argument("--seed", type=int, default=0, help="of dropout and of meta models (default: 0)")
+
+
+def _precision(to: argparse.ArgumentParser) -> None:
+    to.add_argument(
+        "--mixed-precision", choices=["bfloat16", "float16"], help="compute in it; parameters stay as they are"
+    )
+
+
+def _bytes(text: str) -> float:
+    try:
+        value = float(text)
+    except ValueError:
+        value = -1.0
+    if not 0 < value < float("inf"):
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number of bytes, as 80e9 is")
+    return value
 
 
 def _grid(text: str) -> tuple[int, int, int] | str:

@@ -9,6 +9,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any, TypeVar
 
+import torch
 from torch import Tensor, nn
 
 import autopar3d
@@ -43,29 +44,41 @@ def check(options: argparse.Namespace) -> int:
 def simulate(options: argparse.Namespace) -> int:
     """Train on the grid, simulated, and on one device; 1 when they differ."""
     from autopar3d import testing
-    from autopar3d.errors import PlanError
+    from autopar3d.errors import PlanError, TraceError
 
     first = load(options.source)()
-    if options.dtype == "float64":
+    double = options.dtype == "float64"
+    if double:
         first = _double(first)
     if any(p.is_meta for p in first.model.parameters()):
         raise PlanError(f"{options.source} makes its model on meta; simulate needs values: make a small one on the CPU")
     for module in first.model.modules():
+        # A grid draws other masks than one device.
         if isinstance(module, _DROPOUT):
-            module.p = 0.0  # a grid draws other masks than one device
+            module.p = 0.0
+        elif isinstance(module, (nn.RNNBase, nn.MultiheadAttention)):
+            module.dropout = 0.0
     models = [first.model, copy.deepcopy(first.model)]  # `make` need not seed
     more: dict[str, Any] = _shared(options)
     if options.world_size is not None:
         more["world_size"] = options.world_size
-    found = testing.trains_like_one_device(
-        lambda: models.pop(),
-        first.args,
-        _grid(options),
-        example_kwargs=first.kwargs,
-        loss_fn=first.loss_fn,
-        steps=options.steps,
-        **more,
-    )
+    try:
+        found = testing.trains_like_one_device(
+            lambda: models.pop(),
+            first.args,
+            _grid(options),
+            example_kwargs=first.kwargs,
+            loss_fn=first.loss_fn,
+            steps=options.steps,
+            **more,
+        )
+    except TraceError as error:
+        if not double:
+            raise
+        raise TraceError(
+            f"{error}\nsimulate runs the model in float64, which a model that names a dtype itself, as .float() does, "
+            "may not bear; --dtype own leaves it as it is"
+        ) from error
     worst = found.worst
     if options.json:
         failures = [str(f) for f in found.failures]
@@ -79,6 +92,11 @@ def simulate(options: argparse.Namespace) -> int:
             print(f"differs by more than {found.tol:g}: {failure}")
         if len(found.failures) > _SHOWN:
             print(f"and {len(found.failures) - _SHOWN} more of {len(found.differences)} tensors")
+        if found.failures and found.module.random_state()["step"]:
+            print(
+                "the model draws random numbers (dropout in a function, as F.dropout or attention's), and a grid draws "
+                "others than one device does: only without them can the two be compared"
+            )
         if not found.failures:
             print(f"all {len(found.differences)} tensors agree within {found.tol:g}")
     return 1 if found.failures else 0
@@ -97,6 +115,8 @@ def _asked(call: Callable[..., T], options: argparse.Namespace) -> T:
     """`plan` or `check` of the model that the command line names."""
     made = load(options.source)()
     more = _shared(options)
+    if options.mixed_precision is not None:
+        more["mixed_precision"] = getattr(torch, options.mixed_precision)
     world = options.world_size
     return call(made.model, _grid(options), made.args, made.kwargs, loss_fn=made.loss_fn, world_size=world, **more)
 
@@ -121,6 +141,7 @@ def _shared(options: argparse.Namespace) -> dict[str, Any]:
         "hardware": options.hardware,
         "overlap": {"auto": "auto", "on": True, "off": False}[options.overlap],
         "lanes": "auto" if options.lanes == "auto" else int(options.lanes),
+        "memory_budget": options.memory_budget,
         "strict": options.strict,
         "seed": options.seed,
     }

@@ -2,9 +2,8 @@
 
     torchrun --nproc-per-node 8 examples/recipes/huggingface.py --grid 2,2,2 --folder trained
 
-`transformers.Trainer` and accelerate wrap the model by themselves (in DDP or FSDP) and move it with `.to()`, which a
-compiled model refuses, so the loop is written out here: it is short. What they give around the loop, data collators,
-schedules, `save_pretrained`, works as ever.
+The loop is written out: it is short, and collators, schedules and `save_pretrained` work as ever. `hf_trainer.py` has
+the same with `transformers.Trainer`.
 """
 
 from __future__ import annotations
