@@ -51,10 +51,6 @@ _UNTAGGED = {
 }
 
 
-# Their dropout is inside of the op.
-_RECURRENT = {aten.lstm.data, aten.gru.data, aten.rnn_tanh.input, aten.rnn_relu.input}
-
-
 def is_random(node: Node) -> bool:
     """Whether the op draws random numbers with the arguments it has."""
     target = node.target
@@ -113,12 +109,6 @@ class _Randomizer:
         make = _FORMS.get(node.target)
         if make is None:
             line = source_line(node)
-            if node.target in _RECURRENT:
-                raise TraceError(
-                    f"{node.target}{f' at {line}' if line else ''} has dropout between its layers, whose masks torch "
-                    "draws inside of the op, and each rank its own. Make single layers with nn.Dropout between them, "
-                    "or pass dropout=0"
-                )
             raise TraceError(
                 f"{node.target}{f' at {line}' if line else ''} draws random numbers in a way that would differ between "
                 "ranks. Dropout of every kind, rand, randn, randint, randperm, bernoulli, uniform, normal and "

@@ -336,7 +336,6 @@ WRONG: list[tuple[dict[str, Any], str]] = [
     ({"example_inputs": torch.ones(8, 8).numpy()}, r"numpy array \(args\[0\]\); .*torch.as_tensor"),
     ({"example_inputs": torch.ones(8, 8).to_sparse()}, r"sparse tensor \(args\[0\], torch.sparse_coo\)"),
     ({"example_inputs": torch.ones(8, 8).long()}, r"different dtypes .*args\[0\] torch.int64"),
-    ({"model": nn.RNN(8, 8, 2, dropout=0.1)}, "dropout between its layers.*nn.Dropout between them"),
 ]
 
 
