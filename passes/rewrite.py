@@ -196,6 +196,18 @@ class _Rewriter:
             local.meta = self._meta(node)
         return local
 
+    def _left(self, value: Node, node: Node, spec: OpSpec, number: int, state: State, local: Node) -> Node:
+        """A result with what its readers may find in the pads."""
+        shape = self.factors.values[value]
+        for i, f in enumerate(spec.atoms(spec.outputs[number])):
+            if f in spec.leaves and f in spec.true:
+                groups = [(self.grid.alias(a), self.grid.axis_size(a)) for a in state.atoms[i]]
+                where = (*self._where(shape, state, i), shape.true[i], shape.atoms[i])
+                left = (local, *where, spec.leaves[f], groups)
+                local = self.graph.call_function(fill_pads, left, name=f"{local.name}_left")
+                local.meta = self._meta(node)
+        return local
+
     def _op(self, node: Node) -> None:
         spec = self.factors.specs[node]
         strategy = self.decisions.strategies[node.name]
@@ -250,6 +262,8 @@ class _Rewriter:
         self, value: Node, node: Node, spec: OpSpec, strategy: Strategy, number: int, made: list[Node]
     ) -> tuple[State, _Lanes]:
         state = given(spec, strategy, number)
+        if spec.leaves:
+            made = [self._left(value, node, spec, number, state, local) for local in made]
         atoms = self._true_atoms(value, spec, spec.outputs[number])
         return state, self._all([self._resized(add_pads, value, state, local, atoms, node) for local in made])
 

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
-from hypothesis import HealthCheck, Phase, given, settings
+from hypothesis import HealthCheck, Phase, given, seed, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
@@ -201,6 +201,87 @@ def _look_up(m: Random, at: int, x: Tensor, _: Tensor, i: int, j: int) -> Tensor
     return F.embedding(places, m.weight(at, rows, 4)) + x[..., None]
 
 
+def _pick(m: Random, at: int, x: Tensor, _: Tensor, i: int, j: int) -> Tensor | None:
+    """Rows by number: out of the tensor, and into another."""
+    if not x.dim() or not x.shape[0]:
+        return None
+    n = x.shape[0]
+    rows = (torch.arange(n) * 2 + 1) % (n + 2)
+    table = m.weight(at, n + 2, *x.shape[1:])
+    wide = rows.reshape(n, *[1] * (x.dim() - 1)).expand_as(x)
+    return (
+        lambda: table[rows] * x,
+        lambda: table.index_put((rows,), x),
+        lambda: table.index_add(0, rows // 2, x),
+        lambda: table.scatter(0, wide, x),
+        lambda: table.gather(0, wide) + x,
+        lambda: torch.zeros_like(table).scatter_add(0, wide // 2, x),
+    )[j % 6]()
+
+
+def _order(m: Random, at: int, x: Tensor, _: Tensor, i: int, j: int) -> Tensor | None:
+    if not x.dim():
+        return None
+    d = i % x.dim()
+    apart = x + 3 * m.weight(at, *x.shape)  # no two elements are alike
+    return (
+        lambda: apart.sort(d).values,
+        lambda: apart.topk((x.shape[d] + 1) // 2, d).values,
+        lambda: apart.cummax(d).values,
+        lambda: apart.gather(d, apart.argsort(d, descending=True)),
+        lambda: apart.amax(d, keepdim=True),
+        lambda: torch.where(apart > apart.mean(d, keepdim=True), x, -x),
+    )[j % 6]()
+
+
+def _grow(m: Random, at: int, x: Tensor, _: Tensor, i: int, j: int) -> Tensor | None:
+    if not x.dim():
+        return None
+    d = i % x.dim()
+    sides = [0, 0] * (x.dim() - 1 - d) + [1, 2]
+    return (
+        lambda: F.pad(x, sides),
+        lambda: F.pad(x, sides, value=0.5) if x.dim() > 1 else None,
+        lambda: x.repeat_interleave(2, d),
+        lambda: x.repeat(*[2 if k == d else 1 for k in range(x.dim())]),
+        lambda: x.unsqueeze(d).expand(*x.shape[:d], 3, *x.shape[d:]) * 0.5,
+        lambda: x.unfold(d, 2, 1) if x.shape[d] > 1 and x.dim() < 4 else None,
+    )[j % 6]()
+
+
+def _group(m: Random, at: int, x: Tensor, _: Tensor, i: int, j: int) -> Tensor | None:
+    """Norms over rows and channels."""
+    if x.dim() not in (2, 3) or x.numel() // x.shape[1] < 2:
+        return None
+    channels = x.shape[1]
+    scale, shift = m.weight(at, channels), m.weight(1000 + at, channels)
+    if j % 2:
+        return F.batch_norm(x, None, None, scale, shift, True, 0.1, 1e-2)
+    groups = max(g for g in (1, 2, 3, 4) if channels % g == 0)
+    if x.numel() // x.shape[0] // groups < 2:
+        return None
+    return F.group_norm(x, groups, scale, shift, 1e-2)
+
+
+def _einsum(m: Random, at: int, x: Tensor, _: Tensor, i: int, j: int) -> Tensor | None:
+    if not x.dim():
+        return None
+    heads, n = (2, 3, 4)[i % 3], x.shape[-1]
+    w = m.weight(at, n, heads, 4)
+    if j % 2 and x.dim() < 4:
+        return torch.einsum("...d,dhk->...hk", x, w)
+    return torch.einsum("...d,dhk->...k", x, w) / heads
+
+
+def _change(m: Random, at: int, x: Tensor, _: Tensor, i: int, j: int) -> Tensor | None:
+    """In place, on a copy."""
+    y = x * 1.0
+    if y.dim():
+        part = y.select(i % y.dim(), -1)
+        part.mul_(0.5) if j % 2 else part.fill_(1.0)
+    return y.add_(x, alpha=0.5).clamp_(-4, 4)
+
+
 MOVES: dict[str, Callable[[Random, int, Tensor, Tensor, int, int], Tensor | None]] = {
     "linear": _linear,
     "norm": _norm,
@@ -218,6 +299,12 @@ MOVES: dict[str, Callable[[Random, int, Tensor, Tensor, int, int], Tensor | None
     "part": _part,
     "convolve": _convolve,
     "look_up": _look_up,
+    "pick": _pick,
+    "order": _order,
+    "grow": _grow,
+    "group": _group,
+    "einsum": _einsum,
+    "change": _change,
 }
 
 
@@ -240,10 +327,12 @@ def check(recipe: Recipe, grid: tuple[int, int, int]) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--examples", type=int, default=500)
+    parser.add_argument("--seed", type=int, default=0, help="another seed, other models")
     given_ = parser.parse_args()
     torch.set_num_threads(1)
     tried = 0
 
+    @seed(given_.seed)
     @settings(max_examples=given_.examples, deadline=None, database=None, suppress_health_check=list(HealthCheck))
     @given(recipe=recipes(), grid=st.sampled_from(GRIDS))
     def many(recipe: Recipe, grid: tuple[int, int, int]) -> None:

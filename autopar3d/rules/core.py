@@ -53,6 +53,8 @@ class OpSpec:
             outermost part may be padded.
         fills: what is written into a padded factor's pads, as (operand, value) pairs, before the op mixes them in. A
             factor that an op sums over needs none: zeros are written into the first operand that has it.
+        leaves: what is written into the pads of the result, by factor, where the op itself leaves what has no finite
+            derivative (log_softmax: -inf), so that readers' gradients of pads stay 0.
         true: the true lengths of the factors that are padded in this graph; `sizes` has the padded ones.
     """
 
@@ -69,6 +71,7 @@ class OpSpec:
     padded: frozenset[str] = frozenset()
     placed: frozenset[str] = frozenset()
     fills: Mapping[str, tuple[tuple[int, float], ...]] = field(default_factory=dict)
+    leaves: Mapping[str, float] = field(default_factory=dict)
     true: Mapping[str, int] = field(default_factory=dict)
 
     def atoms(self, dims: Dims) -> tuple[str, ...]:
@@ -450,4 +453,5 @@ def refine(spec: OpSpec, cuts: Mapping[str, tuple[int, ...]]) -> OpSpec:
         padded=fine_set(spec.padded) - {g for f in spec.placed for g in names.get(f, (f,))[1:]},
         placed=fine_set(spec.placed),
         fills={g: fill for f, fill in spec.fills.items() for g in names.get(f, (f,))},
+        leaves={g: value for f, value in spec.leaves.items() for g in names.get(f, (f,))},
     )

@@ -54,7 +54,7 @@ def softmax(node: Node) -> OpSpec:
     x = operands(node)[0].meta["val"]
     sizes = {f"d{i}": int(n) for i, n in enumerate(x.shape)}
     dims = tuple((f,) for f in sizes)
-    fills = {f"d{int(argument(node, 'dim')) % len(dims)}": ((0, -math.inf),)} if dims else {}
+    along = [f"d{int(argument(node, 'dim')) % len(dims)}"] if dims else []
     return OpSpec(
         sizes,
         (dims,),
@@ -62,7 +62,9 @@ def softmax(node: Node) -> OpSpec:
         lower=_lower_softmax,
         exchange=_exchange_softmax,
         padded=frozenset(sizes),
-        fills=fills,
+        fills={f: ((0, -math.inf),) for f in along},
+        # Not 0 and -inf: a reader's log, or power, would have no finite derivative there.
+        leaves={f: -1.0 if "log" in str(node.target) else 0.5 for f in along},
     )
 
 
