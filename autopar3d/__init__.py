@@ -13,17 +13,17 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from .advice import check
-    from .calibration import calibrate
     from .collectives import Collective, collectives
     from .compiler import compile, plan, simulate
     from .errors import AutoPar3DError
     from .grid import Grid
     from .hardware import Hardware
-    from .launch import launch
     from .layout import Layout
-    from .lengths import few_lengths
     from .module import ParallelModule
     from .precision import MixedPrecision
+    from .ranks.launch import launch
+    from .running.lengths import few_lengths
+    from .timelines.calibration import calibrate
 
 __version__ = "0.1.0"
 
@@ -55,11 +55,11 @@ _HOMES = {
     "MixedPrecision": "precision",
     "ParallelModule": "module",
     "check": "advice",
-    "calibrate": "calibration",
+    "calibrate": "timelines.calibration",
     "collectives": "collectives",
     "compile": "compiler",
-    "few_lengths": "lengths",
-    "launch": "launch",
+    "few_lengths": "running.lengths",
+    "launch": "ranks.launch",
     "plan": "compiler",
     "simulate": "compiler",
 }

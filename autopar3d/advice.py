@@ -15,10 +15,10 @@ from . import compiler
 from .errors import AutoPar3DError
 from .grid import Grid, GridLike
 from .hardware import Hardware, resolve
-from .initialize import initial_values
 from .plan import Plan
 from .private import tree_leaves
-from .tables import WIDTH, byte_text, second_text
+from .reports.tables import WIDTH, byte_text, second_text
+from .running.initialize import initial_values
 
 _WAITING = 0.25  # of the step, from which on communication is worth a word
 _LATENCY = 0.5  # of an axis's communication

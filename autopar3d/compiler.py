@@ -12,31 +12,31 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from . import runtime
-from .call import Leaves, Prepared, bind, stand_ins
-from .checks import compare_with_model
-from .constraints import check_carried_out, unfit
-from .dtensor import is_exact
+from .capture.pytrees import flatten_input, register_caches
 from .errors import GridError, InputError, LayoutError, PlanError
-from .execute import LockstepExecutor, RankExecutor
-from .explain import Choices
 from .grid import Grid, GridLike, check_size
-from .grids import Chosen, choose, distinct
 from .hardware import Hardware, resolve
-from .initialize import initial_values
 from .layout import Layout
 from .module import Engine, ParallelModule
-from .outputs import with_outputs
 from .passes.defer import Deferred, defer
 from .precision import MixedPrecision, ambient, autocast
 from .program import Argument, Program
 from .progress import stage, watching
-from .pytrees import flatten_input, register_caches
-from .report import make_plan
+from .ranks import runtime
+from .ranks.checks import compare_with_model
+from .reports.explain import Choices
+from .reports.report import make_plan
+from .running.call import Leaves, Prepared, bind, stand_ins
+from .running.dtensor import is_exact
+from .running.execute import LockstepExecutor, RankExecutor
+from .running.initialize import initial_values
+from .running.outputs import with_outputs
+from .running.tree import slot
 from .schedule import in_best_lanes, schedule, scheduled
+from .search.constraints import check_carried_out, unfit
+from .search.grids import Chosen, choose, distinct
 from .skeleton import Skeleton
 from .step import Options, Step, build_step, differentiated
-from .tree import slot
 
 if TYPE_CHECKING:
     from .plan import Plan

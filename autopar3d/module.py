@@ -20,17 +20,17 @@ from torch.optim import Optimizer
 
 from autopar3d.private import TreeSpec, tree_unflatten
 
-from . import state, tree
-from .call import Leaves, Prepared, bind, rebuild, refuse_differences, refuse_places
+from .capture.pytrees import flatten_input
 from .collectives import collectives
 from .counter import RandomState
-from .deferral import Deferral
 from .errors import AutoPar3DError, InputError, StateError, TraceError
-from .execute import Executor
 from .layout import Layout
 from .precision import ambient
-from .pytrees import flatten_input
-from .sampling import data_place
+from .ranks.sampling import data_place
+from .running import state, tree
+from .running.call import Leaves, Prepared, bind, rebuild, refuse_differences, refuse_places
+from .running.deferral import Deferral
+from .running.execute import Executor
 
 if TYPE_CHECKING:
     from .plan import Plan

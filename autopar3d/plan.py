@@ -17,15 +17,15 @@ from typing import Any, Protocol
 
 from . import page
 from .cost import Cost
-from .difference import Difference, difference
 from .errors import PlanError
-from .explanation import Explanation
 from .grid import Grid
 from .hardware import Hardware
-from .printout import render
-from .recording import Recording
 from .redistribute import State
-from .strategies import Strategy
+from .reports.difference import Difference, difference
+from .reports.explanation import Explanation
+from .reports.printout import render
+from .search.strategies import Strategy
+from .timelines.recording import Recording
 
 
 class Choices(Protocol):

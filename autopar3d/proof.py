@@ -19,10 +19,7 @@ from torch.fx import Graph, GraphModule, Interpreter, Node
 
 from .collectives import KINDS, collectives
 from .errors import RuleError
-from .factors import Factors
 from .grid import Grid, GridLike
-from .lockstep import run_lockstep, run_threads
-from .padding import classes, pad
 from .passes.differentiate import differentiate
 from .passes.rewrite import LocalProgram, rewrite
 from .plan import Decisions
@@ -30,7 +27,10 @@ from .private import FakeTensorMode, tree_map_only
 from .program import Argument, Program, Result
 from .redistribute import State, sent
 from .rules import rule_for
-from .strategies import Strategy, strategies
+from .running.lockstep import run_lockstep, run_threads
+from .search.factors import Factors
+from .search.padding import classes, pad
+from .search.strategies import Strategy, strategies
 
 aten = torch.ops.aten
 

@@ -14,9 +14,9 @@ from .hardware import Hardware
 from .passes.bucket import bucket
 from .passes.overlap import overlap
 from .progress import stage
+from .reports.tables import second_text
 from .step import Options, Step, split_batch
-from .tables import second_text
-from .timeline import timeline
+from .timelines.timeline import timeline
 
 # The predicted peak of memory may rise by this much in all, and by these shares of it for buckets, bold to timid.
 _MEMORY = 0.10

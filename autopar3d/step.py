@@ -10,14 +10,9 @@ from numbers import Real
 import torch
 from torch.fx import Node
 
-from . import padding
-from .constraints import Pins, pins_from, pins_of
 from .errors import PlanError
-from .factors import Factors, ValueShape
-from .footprint import within
 from .grid import Grid
 from .hardware import Hardware
-from .lanes import before_lanes, in_lanes
 from .layout import Layout
 from .passes.differentiate import Differentiated, differentiate
 from .passes.propagate import Search, search
@@ -28,10 +23,15 @@ from .plan import Decisions, Plan
 from .precision import MixedPrecision
 from .program import Program
 from .progress import stage
-from .readings import gradients, readings
 from .redistribute import State
-from .replicas import Place, idle
-from .strategies import needed, states
+from .search import padding
+from .search.constraints import Pins, pins_from, pins_of
+from .search.factors import Factors, ValueShape
+from .search.footprint import within
+from .search.lanes import before_lanes, in_lanes
+from .search.readings import gradients, readings
+from .search.replicas import Place, idle
+from .search.strategies import needed, states
 
 OUTPUTS = ("auto", "global", "sharded", "loss")
 

@@ -16,10 +16,10 @@ from torch.distributed.tensor import DTensor
 from autopar3d.private import tree_leaves, tree_map_only
 
 from . import compiler
+from .capture.pytrees import flatten_output, register_caches
 from .grid import Grid, GridLike
 from .module import ParallelModule
 from .plan import Plan
-from .pytrees import flatten_output, register_caches
 
 KINDS = ("loss", "output", "gradient", "buffer", "parameter")
 

@@ -26,8 +26,8 @@ from torch.fx import Graph, GraphModule, Node
 
 from autopar3d.grid import Grid
 from autopar3d.hardware import Hardware
-from autopar3d.timeline import Storage, live_bytes
-from autopar3d.timing import (
+from autopar3d.timelines.timeline import Storage, live_bytes
+from autopar3d.timelines.timing import (
     axis_of,
     changes_form,
     is_heavy,

@@ -27,8 +27,8 @@ from autopar3d.errors import TraceError
 from autopar3d.private import FakeTensor, FakeTensorMode, OpOverload
 from autopar3d.program import region
 from autopar3d.rules.complex import LAZY
-from autopar3d.saved import use_stand_ins
-from autopar3d.timing import seconds
+from autopar3d.search.saved import use_stand_ins
+from autopar3d.timelines.timing import seconds
 
 from .recompute import Machine, cheapest
 from .rewrite import LocalProgram

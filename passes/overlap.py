@@ -1,6 +1,6 @@
 """overlap: an emitted graph in an order that hides communication under compute. Only the order changes, no value.
 
-A list schedule in three steps, all on predicted times (`autopar3d.timing`), the same on every rank:
+A list schedule in three steps, all on predicted times (`autopar3d.timelines.timing`), the same on every rank:
 
 1. *Work*: compute and the collectives that depend on it are put in order as a simulated machine would meet them. Of
    what is ready, starts go first, then what lies on the longest path to the end. So the path of the activations'
@@ -24,8 +24,8 @@ from torch.fx import Graph, GraphModule, Node
 
 from autopar3d.grid import ALL_AXES, Grid
 from autopar3d.hardware import Hardware
-from autopar3d.timeline import Forecast, Network, Storage, live_bytes, start_of, timeline_of
-from autopar3d.timing import (
+from autopar3d.timelines.timeline import Forecast, Network, Storage, live_bytes, start_of, timeline_of
+from autopar3d.timelines.timing import (
     axis_of,
     changes_form,
     is_heavy,

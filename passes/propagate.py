@@ -29,22 +29,22 @@ from torch import Tensor
 from torch.fx import Node
 from torch.fx.node import map_arg
 
-from autopar3d.constraints import Pins, Wish, kept_states, kept_strategies, result_of
 from autopar3d.cost import compute_seconds, link_seconds, per_unit
 from autopar3d.errors import PlanError
-from autopar3d.factors import Factors, ValueShape, is_getitem, producer
 from autopar3d.grid import REPLICAS, Grid
 from autopar3d.hardware import Hardware
 from autopar3d.plan import Decisions
-from autopar3d.prices import forked, price_table, travelled
 from autopar3d.program import Program
-from autopar3d.readings import Slot, drops, gradients, readings, regathered
 from autopar3d.redistribute import State, sent, with_replicas
-from autopar3d.replicas import Place, roles
 from autopar3d.rules import LocalOp, OpSpec, operands, results
-from autopar3d.saved import is_view
-from autopar3d.solver import Problem, Solution
-from autopar3d.strategies import Role, Strategy, given, needed, states, strategies, summed_factors
+from autopar3d.search.constraints import Pins, Wish, kept_states, kept_strategies, result_of
+from autopar3d.search.factors import Factors, ValueShape, is_getitem, producer
+from autopar3d.search.prices import forked, price_table, travelled
+from autopar3d.search.readings import Slot, drops, gradients, readings, regathered
+from autopar3d.search.replicas import Place, roles
+from autopar3d.search.saved import is_view
+from autopar3d.search.solver import Problem, Solution
+from autopar3d.search.strategies import Role, Strategy, given, needed, states, strategies, summed_factors
 
 SCHEMES = ("auto", "3d", "2d", "1d", "zero3", "zero3x1d")
 REGATHER = ("all", "weights", "none")

@@ -18,7 +18,7 @@ from torch.fx import Node
 
 from autopar3d.grid import Grid
 from autopar3d.hardware import Hardware
-from autopar3d.timing import is_random, is_start, is_wait, seconds
+from autopar3d.timelines.timing import is_random, is_start, is_wait, seconds
 
 
 @dataclass(frozen=True)

@@ -32,16 +32,16 @@ from autopar3d.collectives import (
     scatter,
     unfork,
 )
-from autopar3d.factors import Factors, ValueShape, is_getitem
 from autopar3d.grid import LANE, Grid
 from autopar3d.layout import Layout
 from autopar3d.pads import add_pads, fill_pads, trim_pads
 from autopar3d.plan import Decisions
 from autopar3d.program import ORIGIN, Program, module_path
-from autopar3d.readings import Slot, drops, gradients, readings, regathered
 from autopar3d.redistribute import State, Step, Transfer, route, scatter_atom, sent, transfers
 from autopar3d.rules import Dims, Exchange, LocalOp, OpSpec, operands, results
-from autopar3d.strategies import Strategy, given, needed
+from autopar3d.search.factors import Factors, ValueShape, is_getitem
+from autopar3d.search.readings import Slot, drops, gradients, readings, regathered
+from autopar3d.search.strategies import Strategy, given, needed
 
 
 @dataclass(frozen=True)

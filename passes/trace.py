@@ -2,7 +2,7 @@
 
 `linear`, `layer_norm`, `scaled_dot_product_attention`, `cross_entropy_loss`, `embedding` and the like stay
 single nodes. What `torch.export` alone would get silently wrong is put right here and in
-`autopar3d.export`, or refused:
+`autopar3d.capture.export`, or refused:
 
 - tied parameters, and parameters reached through plain Python lists, are one placeholder with all its names;
 - two inputs that happen to be one tensor stay two placeholders;
@@ -25,12 +25,12 @@ from torch import Tensor, nn
 from torch.export.graph_signature import InputKind, InputSpec, OutputKind, TensorArgument
 from torch.fx import Graph, GraphModule, Node
 
+from autopar3d.capture.export import TENSOR, Recording, export, own_name
+from autopar3d.capture.pytrees import flatten_input, register_caches
+from autopar3d.capture.regions import traced_region
 from autopar3d.errors import TraceError
-from autopar3d.export import TENSOR, Recording, export, own_name
 from autopar3d.private import HigherOrderOperator, TreeSpec, keystr, tree_flatten_with_path, tree_leaves, tree_unflatten
 from autopar3d.program import Argument, Program, Result, region, source_line
-from autopar3d.pytrees import flatten_input, register_caches
-from autopar3d.regions import traced_region
 
 
 def trace(model: nn.Module, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None) -> Program:

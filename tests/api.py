@@ -13,7 +13,7 @@ from autopar3d.advice import Advice
 from autopar3d.collectives import Collective
 from autopar3d.hardware import Link
 from autopar3d.plan import Candidate, OpPlan, OutputPlan, ParameterPlan, Plan, Repeated, Sent
-from autopar3d.recording import Recording, Span
+from autopar3d.timelines.recording import Recording, Span
 
 _HEAD = """# API reference
 

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from autopar3d.errors import RankError
-from autopar3d.launch import Pool
+from autopar3d.ranks.launch import Pool
 
 # Two cores serve up to nine processes here: threads inside an op would only get in each other's way.
 torch.set_num_threads(1)

@@ -10,7 +10,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from autopar3d.factors import Factors
 from autopar3d.grid import Grid, factorisations
 from autopar3d.hardware import PROFILES
 from autopar3d.passes.canonicalize import canonicalize
@@ -19,6 +18,7 @@ from autopar3d.passes.rewrite import rewrite
 from autopar3d.passes.trace import trace
 from autopar3d.plan import Decisions
 from autopar3d.program import Program
+from autopar3d.search.factors import Factors
 from autopar3d.step import Options, decide
 from examples.gpt import GPT, GPTConfig
 

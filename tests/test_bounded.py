@@ -8,8 +8,8 @@ import math
 import numpy as np
 import pytest
 
-from autopar3d.bounded import Bounded, solve_within
-from autopar3d.solver import Problem
+from autopar3d.search.bounded import Bounded, solve_within
+from autopar3d.search.solver import Problem
 
 
 def drawn(rng: np.random.Generator, shape: str) -> tuple[Problem, Problem]:

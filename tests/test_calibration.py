@@ -9,11 +9,11 @@ import pytest
 import torch
 
 import autopar3d
-from autopar3d.calibration import Sample, calibrate, fit, predicted, profile
 from autopar3d.errors import LaunchError, PlanError
 from autopar3d.grid import Grid
 from autopar3d.hardware import PROFILES, Hardware, Link, resolve
-from autopar3d.launch import Pool
+from autopar3d.ranks.launch import Pool
+from autopar3d.timelines.calibration import Sample, calibrate, fit, predicted, profile
 
 KINDS = ("all_gather", "reduce_scatter", "all_reduce", "all_to_all")
 

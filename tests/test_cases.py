@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from autopar3d.launch import Pool
+from autopar3d.ranks.launch import Pool
 
 from .cases.rows import Case, load
 from .cases.runner import check_on_ranks, check_simulated

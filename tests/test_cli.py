@@ -12,8 +12,8 @@ import pytest
 
 from autopar3d import Grid, Hardware
 from autopar3d.cli import doctor, main, training
-from autopar3d.launch import Pool
 from autopar3d.plan import Plan
+from autopar3d.ranks.launch import Pool
 
 ROOT = Path(__file__).parents[1]
 

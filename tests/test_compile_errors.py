@@ -23,7 +23,7 @@ from autopar3d.errors import (
     StateError,
     TraceError,
 )
-from autopar3d.launch import Pool
+from autopar3d.ranks.launch import Pool
 from tests.test_module import GRID, Tied, close, make, rows
 
 

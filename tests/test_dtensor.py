@@ -13,13 +13,13 @@ from hypothesis import strategies as st
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torch.distributed.tensor.placement_types import _StridedShard
 
-from autopar3d.dtensor import from_placements, is_exact, placements, to_dtensor, to_local
 from autopar3d.errors import LayoutError
-from autopar3d.factors import ValueShape
 from autopar3d.grid import AXES, Grid
-from autopar3d.launch import Pool
 from autopar3d.layout import Layout
 from autopar3d.passes.propagate import storages
+from autopar3d.ranks.launch import Pool
+from autopar3d.running.dtensor import from_placements, is_exact, placements, to_dtensor, to_local
+from autopar3d.search.factors import ValueShape
 from autopar3d.testing import grids, layouts
 
 # Per tensor its dims as atoms; (3, 4, 4) are the rows of a fused q/k/v weight.

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 import autopar3d
 from autopar3d import errors
 from autopar3d.errors import AutoPar3DError
-from autopar3d.launch import Pool
+from autopar3d.ranks.launch import Pool
 from autopar3d.rules.core import parse_rule
 
 X = torch.ones(8, 8)

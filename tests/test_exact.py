@@ -23,19 +23,19 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.fx import Node
 
-from autopar3d.factors import Factors, producer
 from autopar3d.grid import Grid, GridLike
 from autopar3d.hardware import PROFILES
 from autopar3d.passes.canonicalize import canonicalize
 from autopar3d.passes.propagate import Search, search
 from autopar3d.passes.trace import trace
 from autopar3d.program import Program
-from autopar3d.readings import Slot, drops
 from autopar3d.redistribute import State, route, transfers
-from autopar3d.solver import Problem
+from autopar3d.search.factors import Factors, producer
+from autopar3d.search.readings import Slot, drops
+from autopar3d.search.solver import Problem
+from autopar3d.search.strategies import given as given_by
+from autopar3d.search.strategies import needed
 from autopar3d.step import Options, _result_states, output_modes
-from autopar3d.strategies import given as given_by
-from autopar3d.strategies import needed
 from tests.test_best_plan import Block, Inner, program_of
 
 

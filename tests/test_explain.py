@@ -14,11 +14,11 @@ import torch
 from torch import Tensor, nn
 
 import autopar3d
-from autopar3d import padding
-from autopar3d.constraints import Pins, Wish
 from autopar3d.errors import PlanError
 from autopar3d.layout import Layout
 from autopar3d.plan import Plan
+from autopar3d.search import padding
+from autopar3d.search.constraints import Pins, Wish
 from tests.models import MLP, MODELS
 
 GRID = (2, 2, 2)

@@ -11,12 +11,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.fx import Graph, Node
 
-from autopar3d.factors import Factors, ValueShape, is_getitem, producer
 from autopar3d.grid import Grid
 from autopar3d.layout import Layout
 from autopar3d.redistribute import State
 from autopar3d.rules import RULES, operands, whole_spec
-from autopar3d.strategies import states
+from autopar3d.search.factors import Factors, ValueShape, is_getitem, producer
+from autopar3d.search.strategies import states
 from autopar3d.testing import grids, layouts
 
 aten = torch.ops.aten

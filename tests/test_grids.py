@@ -14,15 +14,15 @@ from torch import nn
 
 import autopar3d
 from autopar3d.errors import GridError, InputError, LaunchError, PlanError
-from autopar3d.estimate import estimate
-from autopar3d.factors import Factors
 from autopar3d.grid import Grid, factorisations
-from autopar3d.grids import distinct
 from autopar3d.hardware import PROFILES
-from autopar3d.launch import Pool
 from autopar3d.passes.rewrite import rewrite
 from autopar3d.plan import Plan
 from autopar3d.program import Program
+from autopar3d.ranks.launch import Pool
+from autopar3d.search.estimate import estimate
+from autopar3d.search.factors import Factors
+from autopar3d.search.grids import distinct
 from autopar3d.step import Options, decide
 from tests.models import MODELS
 from tests.test_plan import planned, traced

@@ -12,9 +12,9 @@ from torch.fx import GraphModule
 
 import autopar3d
 from autopar3d.errors import PlanError
-from autopar3d.inductor import compile_graph
-from autopar3d.launch import Pool
-from autopar3d.timing import is_heavy, is_start, is_wait
+from autopar3d.ranks.launch import Pool
+from autopar3d.running.inductor import compile_graph
+from autopar3d.timelines.timing import is_heavy, is_start, is_wait
 
 X, Y = torch.randn(8, 16, generator=torch.Generator().manual_seed(0)), torch.zeros(8, 16)
 

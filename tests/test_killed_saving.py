@@ -14,7 +14,7 @@ from torch.distributed.checkpoint import FileSystemWriter
 
 import autopar3d
 from autopar3d.errors import RankError
-from autopar3d.launch import Pool
+from autopar3d.ranks.launch import Pool
 
 EXAMPLES = str(Path(__file__).parents[1] / "examples")
 

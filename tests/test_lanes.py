@@ -26,8 +26,8 @@ from autopar3d.schedule import in_best_lanes, scheduled
 from autopar3d.skeleton import Skeleton
 from autopar3d.step import Options, Step, build_step, split_batch
 from autopar3d.testing import assert_trains_like_one_device
-from autopar3d.timeline import timeline
-from autopar3d.timing import is_start
+from autopar3d.timelines.timeline import timeline
+from autopar3d.timelines.timing import is_start
 from examples.gpt import GPT, GPTConfig
 from examples.gpt import make as make_gpt
 from tests.end_to_end.cases import case

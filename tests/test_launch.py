@@ -19,7 +19,7 @@ import torch.distributed as dist
 
 from autopar3d.errors import GridError, RankError
 from autopar3d.grid import Grid
-from autopar3d.launch import Pool, launch, rank_count
+from autopar3d.ranks.launch import Pool, launch, rank_count
 
 
 def total(x: torch.Tensor) -> torch.Tensor:
@@ -194,7 +194,7 @@ def test_launch_from_a_script_without_a_main_guard(tmp_path: Path) -> None:
             """
             import beside
             import torch.distributed as dist
-            from autopar3d.launch import launch
+            from autopar3d.ranks.launch import launch
 
             print("once")
 
@@ -223,7 +223,7 @@ def test_the_end_of_the_parent_ends_its_ranks(tmp_path: Path) -> None:
         import os, time
         from pathlib import Path
         import torch.distributed as dist
-        from autopar3d.launch import launch
+        from autopar3d.ranks.launch import launch
 
         def hang():
             Path({str(tmp_path)!r}, str(os.getpid())).touch()
@@ -261,7 +261,7 @@ def _names_like_torch_modules() -> int:
 
 def test_a_global_named_like_a_module_of_torch(ranks: Pool) -> None:
     import __main__
-    from autopar3d import rank
+    from autopar3d.ranks import rank
 
     function = types.FunctionType(
         _names_like_torch_modules.__code__, {"config": config, "dist": dist, "torch": torch}, "by_value"

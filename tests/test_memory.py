@@ -10,15 +10,15 @@ import pytest
 import torch
 
 import autopar3d
-from autopar3d.bounded import solve_within
-from autopar3d.estimate import saved_shards
-from autopar3d.factors import Factors
-from autopar3d.footprint import footprint
 from autopar3d.grid import Grid
 from autopar3d.hardware import PROFILES
 from autopar3d.passes.canonicalize import canonicalize
 from autopar3d.passes.trace import trace
 from autopar3d.plan import Plan
+from autopar3d.search.bounded import solve_within
+from autopar3d.search.estimate import saved_shards
+from autopar3d.search.factors import Factors
+from autopar3d.search.footprint import footprint
 from autopar3d.step import Options, Step, choices
 from tests.live import Live, arguments_like, run_alone
 from tests.models import MODELS, loss_of

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 import autopar3d
 from autopar3d import collectives
 from autopar3d.errors import StateError
-from autopar3d.launch import Pool
+from autopar3d.ranks.launch import Pool
 
 MICRO = 3
 

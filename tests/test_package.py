@@ -84,6 +84,6 @@ def test_public_names() -> None:
 
 
 def test_a_module_does_not_hide_the_function_of_its_name() -> None:
-    code = "import autopar3d.plan, autopar3d.launch, autopar3d; from autopar3d.collectives import gather"
+    code = "import autopar3d.plan, autopar3d.ranks.launch, autopar3d; from autopar3d.collectives import gather"
     code += "; assert callable(autopar3d.plan) and callable(autopar3d.launch) and callable(autopar3d.collectives)"
     assert "autopar3d.compiler" in _loaded(code)

@@ -22,10 +22,10 @@ from autopar3d.passes.canonicalize import canonicalize
 from autopar3d.passes.trace import trace
 from autopar3d.plan import Plan
 from autopar3d.program import Program
-from autopar3d.report import make_plan, saved_bytes
+from autopar3d.reports.report import make_plan, saved_bytes
+from autopar3d.reports.tables import fold, wrapped
 from autopar3d.schedule import scheduled
 from autopar3d.step import Options, Step, build_step
-from autopar3d.tables import fold, wrapped
 from tests.models import MODELS
 
 Case = tuple[str, tuple[int, int, int], str, str, str, str]

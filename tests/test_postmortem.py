@@ -14,8 +14,8 @@ from torch import nn
 
 import autopar3d
 from autopar3d.errors import MismatchError, RankError
-from autopar3d.launch import Pool
 from autopar3d.private import set_group_timeout
+from autopar3d.ranks.launch import Pool
 
 SECONDS = 4
 

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 import autopar3d
 from autopar3d import MixedPrecision
 from autopar3d.errors import PlanError
-from autopar3d.launch import Pool
+from autopar3d.ranks.launch import Pool
 
 LOW = torch.bfloat16
 

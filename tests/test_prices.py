@@ -9,8 +9,8 @@ import pytest
 
 from autopar3d.grid import Grid
 from autopar3d.hardware import PROFILES
-from autopar3d.prices import PHASES, price_table
 from autopar3d.redistribute import State, route, transfers
+from autopar3d.search.prices import PHASES, price_table
 
 
 def walked(source: State, target: State, grid: Grid, atoms: Sequence[int] = ()) -> tuple[np.ndarray, np.ndarray]:

@@ -14,9 +14,9 @@ import torch.distributed as dist
 
 import autopar3d
 from autopar3d.errors import StateError
-from autopar3d.launch import Pool
 from autopar3d.layout import Layout
-from autopar3d.sampling import data_place
+from autopar3d.ranks.launch import Pool
+from autopar3d.ranks.sampling import data_place
 
 FOLDER = Path(__file__).parents[1] / "examples" / "recipes"
 

@@ -12,10 +12,10 @@ import torch
 import autopar3d
 from autopar3d.errors import PlanError, StateError
 from autopar3d.grid import Grid
-from autopar3d.launch import Pool
-from autopar3d.measure import measure
 from autopar3d.plan import Plan
-from autopar3d.recording import Recording, chrome_trace, plot, predict
+from autopar3d.ranks.launch import Pool
+from autopar3d.timelines.measure import measure
+from autopar3d.timelines.recording import Recording, chrome_trace, plot, predict
 from tests.test_timing import MACHINE, c10d, graph_of, group
 
 

@@ -25,16 +25,16 @@ from hypothesis import strategies as st
 from torch.fx import Graph, GraphModule
 
 from autopar3d.collectives import Collective, collectives, gather, regroup
-from autopar3d.factors import Factors, ValueShape
 from autopar3d.grid import Grid
 from autopar3d.hardware import PROFILES
-from autopar3d.lockstep import run_lockstep
 from autopar3d.passes.differentiate import differentiate
 from autopar3d.passes.rewrite import LocalProgram, rewrite
 from autopar3d.plan import Decisions
 from autopar3d.program import Argument, Program, Result
 from autopar3d.redistribute import State, Step, Transfer, route, transfers
-from autopar3d.strategies import states
+from autopar3d.running.lockstep import run_lockstep
+from autopar3d.search.factors import Factors, ValueShape
+from autopar3d.search.strategies import states
 from autopar3d.testing import grids
 
 Dims = tuple[tuple[int, ...], ...]

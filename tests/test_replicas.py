@@ -20,8 +20,8 @@ from torch.utils.data import DistributedSampler
 import autopar3d
 from autopar3d import Grid, collectives
 from autopar3d.errors import GridError, PlanError
-from autopar3d.launch import Pool
 from autopar3d.plan import Plan
+from autopar3d.ranks.launch import Pool
 from autopar3d.testing import trains_like_one_device
 from tests.end_to_end.cases import case
 from tests.models import MODELS

@@ -14,14 +14,14 @@ from autopar3d import collectives
 from autopar3d.errors import PlanError
 from autopar3d.grid import Grid
 from autopar3d.hardware import PROFILES
-from autopar3d.launch import Pool
 from autopar3d.passes.overlap import overlap
 from autopar3d.program import text
+from autopar3d.ranks.launch import Pool
 from autopar3d.schedule import schedule
 from autopar3d.skeleton import Skeleton
 from autopar3d.step import Options, Step, build_step
-from autopar3d.timeline import timeline
-from autopar3d.timing import is_heavy, is_start
+from autopar3d.timelines.timeline import timeline
+from autopar3d.timelines.timing import is_heavy, is_start
 from examples.gpt import GPT, GPTConfig
 from tests.passes.test_overlap import feeds, is_covered, of_inputs, to_output
 

@@ -10,8 +10,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from autopar3d.entangled import _Ascent
-from autopar3d.solver import Problem, min_plus
+from autopar3d.search.entangled import _Ascent
+from autopar3d.search.solver import Problem, min_plus
 
 # Whole numbers, so that ties are met and sums are exact; infinity is a choice that is not allowed.
 costs = st.one_of(st.integers(0, 9), st.just(float("inf")))

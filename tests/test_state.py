@@ -19,8 +19,8 @@ from torch.distributed.tensor import DTensor
 
 import autopar3d
 from autopar3d.errors import StateError
-from autopar3d.initialize import initial_values
-from autopar3d.launch import Pool
+from autopar3d.ranks.launch import Pool
+from autopar3d.running.initialize import initial_values
 from tests import models
 from tests.test_module import GRID, Colliding, Record, Two, close, make, rows
 

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from autopar3d.grid import Grid
 from autopar3d.redistribute import State
 from autopar3d.rules import OpSpec
-from autopar3d.strategies import MAX_FACTORS, Strategy, given, needed, shardable, states, strategies
+from autopar3d.search.strategies import MAX_FACTORS, Strategy, given, needed, shardable, states, strategies
 from autopar3d.testing import grids
 
 LINEAR = OpSpec(

@@ -14,8 +14,8 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from autopar3d.grid import Grid
 from autopar3d.hardware import Hardware, Link
-from autopar3d.timeline import Network, live_bytes, timeline
-from autopar3d.timing import axis_of, flops, is_heavy, is_start, is_view, seconds, sent_bytes
+from autopar3d.timelines.timeline import Network, live_bytes, timeline
+from autopar3d.timelines.timing import axis_of, flops, is_heavy, is_start, is_view, seconds, sent_bytes
 
 aten = torch.ops.aten
 c10d = torch.ops._c10d_functional

@@ -13,10 +13,10 @@ from torch import Tensor
 
 from autopar3d.errors import RankError
 from autopar3d.grid import Grid
-from autopar3d.launch import Pool
 from autopar3d.private import GroupName, resolve_process_group
-from autopar3d.runtime import connect
-from autopar3d.transport import DirectGroup
+from autopar3d.ranks.launch import Pool
+from autopar3d.ranks.runtime import connect
+from autopar3d.ranks.transport import DirectGroup
 
 c10d = torch.ops._c10d_functional
 

@@ -17,7 +17,7 @@ import torch.distributed as dist
 import autopar3d
 from autopar3d.errors import AutoPar3DError, GridError
 from autopar3d.grid import Grid
-from autopar3d.timing import KINDS
+from autopar3d.timelines.timing import KINDS
 
 _NEEDED = ("torch", "numpy", "sympy", "tabulate", "cloudpickle")
 _OPTIONAL = {"transformers": "hf", "matplotlib": "plot", "hypothesis": "test"}
@@ -122,7 +122,7 @@ def _ranks(grid: tuple[int, int, int], problems: list[str]) -> dict[str, str]:
 
 def _try_collectives(sizes: tuple[int, int, int]) -> dict[tuple[str, str], tuple[float, bool]]:
     """On one rank: seconds and correctness by axis and kind, with the groups and the transport that graphs use."""
-    from autopar3d.runtime import connect
+    from autopar3d.ranks.runtime import connect
 
     c10d = torch.ops._c10d_functional
     grid = Grid.of(sizes)

@@ -6,7 +6,7 @@ import re
 from collections import Counter
 from typing import TYPE_CHECKING
 
-from autopar3d.tables import byte_text, second_text
+from autopar3d.reports.tables import byte_text, second_text
 
 from .modules import table
 from .style import AXIS_COLOURS

@@ -7,13 +7,13 @@ from collections.abc import Sequence
 from html import escape
 from typing import TYPE_CHECKING
 
-from autopar3d.recording import COLOURS
-from autopar3d.tables import byte_text, second_text
+from autopar3d.reports.tables import byte_text, second_text
+from autopar3d.timelines.recording import COLOURS
 
 from .style import AXIS_COLOURS
 
 if TYPE_CHECKING:
-    from autopar3d.recording import Recording, Span
+    from autopar3d.timelines.recording import Recording, Span
 
 _WIDTH = 1000  # of the timeline and the curve, in the drawing's own units
 _LEFT = 72

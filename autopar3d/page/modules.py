@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from html import escape
 from typing import TYPE_CHECKING
 
-from autopar3d.tables import byte_text, second_text
+from autopar3d.reports.tables import byte_text, second_text
 
 if TYPE_CHECKING:
     from autopar3d.plan import OpPlan, ParameterPlan, Plan

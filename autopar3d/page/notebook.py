@@ -5,7 +5,7 @@ from __future__ import annotations
 from html import escape
 from typing import TYPE_CHECKING
 
-from autopar3d.tables import byte_text, fold, second_text
+from autopar3d.reports.tables import byte_text, fold, second_text
 
 from .axes import named
 from .modules import table as html_table

@@ -6,7 +6,7 @@ from html import escape
 from typing import TYPE_CHECKING
 
 from autopar3d.grid import ALL_AXES
-from autopar3d.tables import byte_text, second_text
+from autopar3d.reports.tables import byte_text, second_text
 
 from . import drawings
 from .axes import axes, named

@@ -22,8 +22,8 @@ from typing import Any
 import torch
 from torch.fx import Node
 
+from ..capture.functions import TENSOR, FunctionCall
 from ..errors import RuleError
-from ..functions import TENSOR, FunctionCall
 from ..grid import LANE, Grid
 
 Dims = tuple[tuple[str, ...], ...]  # per dim of a tensor, its factors, outer first

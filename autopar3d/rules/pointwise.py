@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch.fx import Node
 
-from ..functions import FunctionCall
+from ..capture.functions import FunctionCall
 from ..private import OpOverload
 from .core import RULES, Dims, OpRule, OpSpec, argument, operands, results
 

@@ -1,4 +1,4 @@
-"""What collectives cost on gloo: gloo's own, and those of `autopar3d.transport`, on ranks with links of their own.
+"""What collectives cost on gloo: its own, and those of `autopar3d.ranks.transport`, on ranks with links of their own.
 
     bash ../shared/cluster.sh 4 200mbit python examples/benchmarks/collectives.py
 
@@ -19,7 +19,7 @@ from tabulate import tabulate
 from torch import Tensor
 
 from autopar3d.grid import Grid
-from autopar3d.runtime import connect
+from autopar3d.ranks.runtime import connect
 
 c10d = torch.ops._c10d_functional
 SENT = Path("/sys/class/net/eth0/statistics/tx_bytes")

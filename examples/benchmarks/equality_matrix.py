@@ -24,7 +24,7 @@ ROOT = Path(__file__).resolve().parents[2]
 if str(ROOT) not in sys.path:
     sys.path.insert(0, str(ROOT))  # the models and the grids are those of the tests
 
-from autopar3d.launch import Pool  # noqa: E402
+from autopar3d.ranks.launch import Pool  # noqa: E402
 from tests.end_to_end.cases import GLOO_GRIDS, SIMULATED_GRIDS, Sizes  # noqa: E402
 from tests.models import MODELS  # noqa: E402
 

@@ -3,7 +3,7 @@
     bash ../shared/cluster.sh 8 100mbit python examples/benchmarks/gathers.py
 
 or under torchrun. Medians of REPEATS interleaved turns, by the bytes that each rank puts in. What is sent straight
-is here an all_to_all of copies, which are the same messages; `autopar3d.transport` takes the ring for much data.
+is here an all_to_all of copies, which are the same messages; `autopar3d.ranks.transport` takes the ring for much data.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import torch.distributed as dist
 from tabulate import tabulate
 
 from autopar3d.grid import Grid
-from autopar3d.runtime import connect
+from autopar3d.ranks.runtime import connect
 
 c10d = torch.ops._c10d_functional
 REPEATS = 5

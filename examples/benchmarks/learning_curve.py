@@ -23,7 +23,7 @@ if str(EXAMPLES) not in sys.path:
     sys.path.insert(0, str(EXAMPLES))
 
 import autopar3d  # noqa: E402
-from autopar3d.launch import Pool  # noqa: E402
+from autopar3d.ranks.launch import Pool  # noqa: E402
 
 DTYPES = ("float32", "bfloat16")
 MARKS = (1, 10, 25, 50, 100, 150, 200, 300, 500)

@@ -4,7 +4,7 @@
     python examples/benchmarks/paper.py --plot docs/schemes_h100.png   # 8 to 4096 H100s as well
 
 One transformer layer, fp32, forward and backward. Each scheme's plan is found by the planner within that scheme, on its
-own grid, and its step is predicted by `autopar3d.estimate`, in which communication runs beside compute.
+own grid, and its step is predicted by `autopar3d.search.estimate`, in which communication runs beside compute.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ from pathlib import Path
 import torch
 from tabulate import tabulate
 
-from autopar3d.estimate import Estimate, estimate
-from autopar3d.factors import Factors
 from autopar3d.grid import Grid, factorisations
 from autopar3d.hardware import PROFILES, Hardware, Link
-from autopar3d.outputs import with_outputs
 from autopar3d.passes.rewrite import rewrite
+from autopar3d.running.outputs import with_outputs
+from autopar3d.search.estimate import Estimate, estimate
+from autopar3d.search.factors import Factors
 from autopar3d.skeleton import Skeleton
 from autopar3d.step import Options, decide
 from examples.gpt import Block, GPTConfig

@@ -20,13 +20,13 @@ from tabulate import tabulate
 from torch import nn
 
 import autopar3d
-from autopar3d.factors import Factors
 from autopar3d.grid import Grid
 from autopar3d.hardware import PROFILES
-from autopar3d.outputs import with_outputs
+from autopar3d.running.outputs import with_outputs
+from autopar3d.search.factors import Factors
+from autopar3d.search.walks import walks
 from autopar3d.skeleton import Skeleton
 from autopar3d.step import Options, decide
-from autopar3d.walks import walks
 from examples.gpt import GPT, GPTConfig
 
 Sizes = tuple[int, int, int]

@@ -11,8 +11,8 @@ import torch
 import torch.distributed as dist
 from tabulate import tabulate
 
-from autopar3d.calibration import calibrate, collectives, predicted
 from autopar3d.grid import Grid
+from autopar3d.timelines.calibration import calibrate, collectives, predicted
 
 REPEATS = 7
 SIZES = (150_000, 400_000, 700_000, 1_500_000)  # bytes that a rank sends

@@ -25,7 +25,7 @@ if str(ROOT) not in sys.path:
     sys.path.insert(0, str(ROOT))
 
 import autopar3d  # noqa: E402
-from autopar3d.calibration import calibrate  # noqa: E402
+from autopar3d.timelines.calibration import calibrate  # noqa: E402
 from examples.gpt import GPTConfig, make  # noqa: E402
 
 GRIDS = ((4, 1, 1), (1, 4, 1), (2, 2, 1))

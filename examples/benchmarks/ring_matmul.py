@@ -22,7 +22,7 @@ from tabulate import tabulate
 from torch import Tensor
 
 from autopar3d.grid import Grid
-from autopar3d.runtime import connect
+from autopar3d.ranks.runtime import connect
 
 c10d = torch.ops._c10d_functional
 REPEATS = 7

@@ -14,9 +14,9 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from autopar3d import ParallelModule, collectives
-from autopar3d.execute import LockstepExecutor
 from autopar3d.layout import Layout
-from autopar3d.state import fitted, whole
+from autopar3d.running.execute import LockstepExecutor
+from autopar3d.running.state import fitted, whole
 
 
 class EagerApi:

@@ -16,10 +16,10 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import autopar3d
+from autopar3d.capture.pytrees import flatten_output
 from autopar3d.compiler import Compiler
 from autopar3d.errors import AutoPar3DError
 from autopar3d.grid import Grid
-from autopar3d.pytrees import flatten_output
 from autopar3d.step import Options
 
 from .apis import EagerApi, ParallelApi, RankApi, SimulatedApi, Witness, issued

@@ -11,7 +11,7 @@ from torch import nn
 
 import autopar3d
 from autopar3d import Grid, Layout
-from autopar3d.launch import Pool
+from autopar3d.ranks.launch import Pool
 
 from .apis import EagerApi, RankApi, SimulatedApi, Witness
 from .rows import Case, differences, says

@@ -9,7 +9,7 @@ from torch.fx import GraphModule, Node
 
 import autopar3d
 from autopar3d import ParallelModule
-from autopar3d.launch import Pool
+from autopar3d.ranks.launch import Pool
 
 from .cases import Sizes, case
 

@@ -15,7 +15,7 @@ from torch import Tensor
 
 import autopar3d
 from autopar3d import Grid
-from autopar3d.lockstep import run_lockstep
+from autopar3d.running.lockstep import run_lockstep
 from tests.models import MODELS
 
 from .cases import Sizes

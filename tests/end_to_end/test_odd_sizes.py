@@ -16,9 +16,9 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 import autopar3d
-from autopar3d import padding
-from autopar3d.launch import Pool
 from autopar3d.pads import add_pads, fill_pads, trim_pads
+from autopar3d.ranks.launch import Pool
+from autopar3d.search import padding
 from autopar3d.testing import assert_trains_like_one_device
 
 

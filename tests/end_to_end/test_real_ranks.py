@@ -14,8 +14,8 @@ import pytest
 import torch
 
 import autopar3d
-from autopar3d.launch import Pool
 from autopar3d.program import text
+from autopar3d.ranks.launch import Pool
 from autopar3d.testing import trains_like_one_device
 from tests.models import MODELS
 

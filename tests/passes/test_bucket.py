@@ -14,11 +14,11 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from autopar3d.collectives import _all_reduce, _gather, _reduce_scatter, collectives
 from autopar3d.grid import Grid
 from autopar3d.hardware import PROFILES, Hardware, Link
-from autopar3d.lockstep import run_lockstep
 from autopar3d.passes.bucket import bucket
 from autopar3d.program import text
-from autopar3d.timeline import timeline
-from autopar3d.timing import is_start
+from autopar3d.running.lockstep import run_lockstep
+from autopar3d.timelines.timeline import timeline
+from autopar3d.timelines.timing import is_start
 
 from .test_overlap import CASES, GRID, X, Y, emitted, layers, random_graph, steps
 

@@ -18,10 +18,8 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils._pytree import tree_leaves
 
 from autopar3d.collectives import _gather, _reduce_scatter
-from autopar3d.factors import Factors
 from autopar3d.grid import Grid
 from autopar3d.hardware import PROFILES, Hardware, Link
-from autopar3d.lockstep import run_lockstep
 from autopar3d.passes.canonicalize import canonicalize
 from autopar3d.passes.differentiate import differentiate
 from autopar3d.passes.overlap import overlap
@@ -30,8 +28,10 @@ from autopar3d.passes.rewrite import rewrite
 from autopar3d.passes.trace import trace
 from autopar3d.program import text
 from autopar3d.redistribute import State
-from autopar3d.timeline import start_of, timeline
-from autopar3d.timing import is_heavy, is_start, is_view, is_wait
+from autopar3d.running.lockstep import run_lockstep
+from autopar3d.search.factors import Factors
+from autopar3d.timelines.timeline import start_of, timeline
+from autopar3d.timelines.timing import is_heavy, is_start, is_view, is_wait
 from tests.models import MODELS
 
 aten = torch.ops.aten

@@ -16,7 +16,7 @@ import torch
 from autopar3d.errors import RuleError
 from autopar3d.proof import Sample, prove, prove_padded, prove_rule
 from autopar3d.rules import RULES
-from autopar3d.strategies import Strategy
+from autopar3d.search.strategies import Strategy
 
 from .samples import samples
 

@@ -9,7 +9,7 @@ from autopar3d.grid import Grid
 from autopar3d.layout import Layout
 from autopar3d.proof import OneOp, Sample
 from autopar3d.rules import LocalOp
-from autopar3d.strategies import Strategy, given
+from autopar3d.search.strategies import Strategy, given
 
 aten = torch.ops.aten
 CPU = torch.device("cpu")
