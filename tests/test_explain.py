@@ -133,7 +133,7 @@ def test_constraints_hold_and_train_right(constraints: dict[str, str | Layout]) 
         ({"up.weight": "[z]"}, r"up.weight, 256x64: the layout has 1 dims, the tensor has 2"),
         ({"up.*": "[z]", "*.bias": "[y]"}, r"'\*.bias': '\[y\]' and 'up.\*': '\[z\]' disagree about up.bias"),
         ({"up": "[xyz, -] +{x}"}, "axis x is used 2 times"),
-        ({"up.weight": 3}, r"'up.weight': 3 is a int; give a layout"),
+        ({"up.weight": 3}, r"'up.weight': 3 is no glob with a layout"),
         (["up.weight"], r"constraints= is a list; it must be a dict of layouts by glob"),
         ({"up": "[x, -] +{y,z}", "head.bias": "[-]"}, None),
         ({"down": "[-, x]", "down.weight": "[y, z]"}, r"the result of down, 16x64: the op leaves it in one of \d+ lay"),

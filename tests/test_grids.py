@@ -96,7 +96,7 @@ def test_what_it_needs() -> None:
         autopar3d.plan(mlp(), "auto", **HOW)
     with pytest.raises(GridError, match="'best' is not known"):
         autopar3d.plan(mlp(), "best", **HOW)
-    with pytest.raises(GridError, match="at least one"):
+    with pytest.raises(GridError, match="a whole number of at least 1"):
         autopar3d.plan(mlp(), "auto", world_size=0, **HOW)
     with pytest.raises(InputError, match="example_inputs"):
         autopar3d.simulate(mlp(), "auto", world_size=4)

@@ -332,7 +332,7 @@ REFUSED: dict[str, tuple[Callable[..., Any], str]] = {
         r"plain tensor attribute plain.*register_buffer",
     ),
     "opaque output": (lambda self, x: Opaque(x), r"Opaque \(output\).*register_pytree_node.*use_cache=False"),
-    "no tensor": (lambda self, x: 3, r"Model returns no tensor"),
+    "no tensor": (lambda self, x: 3, r"Model, or its loss_fn where there is one, returns no tensor \(3\)"),
     "parameter that is none": (
         lambda self, x: x @ self.hidden[0],
         r"forward uses hidden\[0\], which requires",
