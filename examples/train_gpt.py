@@ -46,7 +46,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--hidden", type=int, default=128)
     parser.add_argument("--layers", type=int, default=2)
     parser.add_argument("--heads", type=int, default=4)
-    parser.add_argument("--lr", type=float, default=3e-3)
+    parser.add_argument("--lr", type=float, default=1e-3)
     parser.add_argument("--plot", type=Path, metavar="FILE", help="draw both loss curves into FILE")
     options = parser.parse_args()
     try:
