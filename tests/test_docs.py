@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import io
+import logging
 import os
 import re
 import shlex
@@ -107,8 +108,10 @@ def _same(a: str, b: str) -> bool:
 
 @contextlib.contextmanager
 def _undone() -> Iterator[None]:
-    """An empty working directory, one thread, and the table of rules as it was."""
+    """An empty working directory, one thread, and the table of rules and the loggers as they were."""
     rules, threads, here = dict(RULES), torch.get_num_threads(), Path.cwd()
+    log = logging.getLogger("autopar3d.compile")
+    level = log.level
     with tempfile.TemporaryDirectory() as folder:
         os.chdir(folder)
         torch.set_num_threads(1)
@@ -118,6 +121,7 @@ def _undone() -> Iterator[None]:
         finally:
             os.chdir(here)
             torch.set_num_threads(threads)
+            log.setLevel(level)
             RULES.clear()
             RULES.update(rules)
 
