@@ -23,6 +23,11 @@ def _numbered(shape: Sequence[int], tag: str = "d") -> tuple[dict[str, int], lis
 # -- layer_norm, rms_norm ------------------------------------------------------------------------------------
 
 
+def _over_rows(x: Tensor, rows: int) -> Tensor:
+    """Sum over the first `rows` dims; of no dims, which torch reads as all, nothing."""
+    return x.sum(tuple(range(rows))) if rows else x
+
+
 class _RowNorm(torch.autograd.Function):
     """layer_norm, or rms_norm (`centre=False`), of rows that are split over the groups.
 
@@ -71,9 +76,9 @@ class _RowNorm(torch.autograd.Function):
         sums = torch.stack([g.sum(over, keepdim=True), slope]) if centre else slope[None]
         sums = psum(sums / count, groups, varying=True)
         dx = (g - sums[0] - n * sums[1] if centre else g - n * sums[0]) * rstd
-        rows = tuple(range(x.dim() - len(over)))
-        dw = (dy * n).sum(rows).to(weight.dtype) if weight is not None else None
-        db = dy.sum(rows).to(grad.dtype) if ctx.has_bias else None
+        rows = x.dim() - len(over)
+        dw = _over_rows(dy * n, rows).to(weight.dtype) if weight is not None else None
+        db = _over_rows(dy, rows).to(grad.dtype) if ctx.has_bias else None
         return dx.to(x.dtype), dw, db, None, None, None, None, None
 
 
