@@ -144,7 +144,7 @@ class OneOp:
 
         Args:
             factors: with some of them padded.
-            pool: `grid.size` threads, in which the local program runs under autograd itself, some ten times faster.
+            pool: `grid.size` threads, in which the local program runs under autograd itself, some five times faster.
                 Without, it is traced, differentiated and run in lock-step, as in a compiled model.
 
         Raises:
@@ -295,7 +295,7 @@ def prove(
 
     Args:
         pick: takes the legal strategies, returns those to try; all by default.
-        traced: differentiated as in a compiled model, which takes ten times as long.
+        traced: differentiated as in a compiled model, which takes five times as long.
 
     Returns:
         how many placements were tried.
