@@ -366,6 +366,20 @@ KINDS = {
 }
 
 
+# What brings elements into the order that a collective puts in or leaves, and out of it again.
+REORDERS = (
+    c10d.wait_tensor.default,
+    torch.ops.aten.reshape.default,
+    torch.ops.aten.permute.default,
+    torch.ops.aten.transpose.int,
+    torch.ops.aten.t.default,
+    torch.ops.aten.clone.default,
+    torch.ops.aten.unsqueeze.default,
+    torch.ops.aten.squeeze.dims,
+    torch.ops.aten.slice.Tensor,
+)
+
+
 @dataclass(frozen=True)
 class Collective:
     """One collective of an emitted graph, in program order; a bucket of several (a coalesced node) is one.

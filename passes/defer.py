@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from torch import dtype, nn, ops
 from torch.fx import Graph, GraphModule, Node
 
-from autopar3d.collectives import KINDS
+from autopar3d.collectives import KINDS, REORDERS
 
 aten, c10d = ops.aten, ops._c10d_functional
 
@@ -80,18 +80,10 @@ def _late(nodes: list[Node], results: tuple[Node, ...], learned: set[int], fixed
 
 _LINEAR = {
     *KINDS,
-    c10d.wait_tensor.default,
-    aten.reshape.default,
-    aten.permute.default,
-    aten.transpose.int,
-    aten.t.default,
-    aten.clone.default,
+    *REORDERS,
     aten.expand.default,
-    aten.unsqueeze.default,
     aten.squeeze.default,
     aten.squeeze.dim,
-    aten.squeeze.dims,
-    aten.slice.Tensor,
     aten.select.int,
     aten.index_select.default,
     aten.sum.dim_IntList,

@@ -12,22 +12,12 @@ import torch
 from torch import nn
 from torch.fx import Graph, GraphModule, Node
 
+from autopar3d.collectives import REORDERS
+
 aten = torch.ops.aten
 c10d = torch.ops._c10d_functional
 
 _REDUCES = (c10d.reduce_scatter_tensor.default, c10d.all_reduce.default)
-_MOVES = (
-    c10d.wait_tensor.default,
-    aten.reshape.default,
-    aten.permute.default,
-    aten.transpose.int,
-    aten.t.default,
-    aten.clone.default,
-    aten.unsqueeze.default,
-    aten.squeeze.default,
-    aten.squeeze.dims,
-    aten.slice.Tensor,
-)
 
 
 def widen(module: GraphModule, outputs: Collection[int], dtype: torch.dtype) -> GraphModule:
@@ -61,7 +51,7 @@ def _chain(result: Node, dtype: torch.dtype) -> list[Node]:
     """From a result back to the first of its reductions, where nobody else reads what is between."""
     found: list[Node] = []
     node, last = result, 0
-    while node.target in (*_REDUCES, *_MOVES) and len(node.users) == 1 and node.meta["val"].is_floating_point():
+    while node.target in (*_REDUCES, *REORDERS) and len(node.users) == 1 and node.meta["val"].is_floating_point():
         found.append(node)
         if node.target in _REDUCES:
             last = len(found)
