@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from .advice import check
+    from .api import compile, plan, simulate
     from .collectives import Collective, collectives
-    from .compiler import compile, plan, simulate
     from .errors import AutoPar3DError
     from .grid import Grid
     from .hardware import Hardware
@@ -57,11 +57,11 @@ _HOMES = {
     "check": "advice",
     "calibrate": "timelines.calibration",
     "collectives": "collectives",
-    "compile": "compiler",
+    "compile": "api",
     "few_lengths": "running.lengths",
     "launch": "ranks.launch",
-    "plan": "compiler",
-    "simulate": "compiler",
+    "plan": "api",
+    "simulate": "api",
 }
 
 

@@ -11,7 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from . import compiler
+from . import api
+from .compiler import device_of
 from .errors import AutoPar3DError
 from .grid import Grid, GridLike
 from .hardware import Hardware, resolve
@@ -86,7 +87,7 @@ def check(
     # What is wrong with the grid, with the options and with the model is told together.
     for place, size, more in (grid, world_size, options), ((1, 1, 1), None, options), ((1, 1, 1), None, {}):
         try:
-            made = compiler.plan(model, place, world_size=size, **inputs, **more)
+            made = api.plan(model, place, world_size=size, **inputs, **more)
             break
         except AutoPar3DError as error:
             text = f"{type(error).__name__}: {error}"
@@ -95,7 +96,7 @@ def check(
         problems += _values(model, inputs, run=run, options=options)
     if made is None or problems:
         return Advice(tuple(problems), (), (), made if not problems else None)
-    hardware = resolve(options.get("hardware"), compiler.device_of(model))
+    hardware = resolve(options.get("hardware"), device_of(model))
     return Advice((), tuple(_slow(made, hardware)), tuple(_notes(made)), made)
 
 
@@ -113,7 +114,7 @@ def _values(model: nn.Module, inputs: Mapping[str, Any], *, run: bool, options: 
         return []
     precision = {k: v for k, v in options.items() if k in ("mixed_precision", "seed")}
     try:
-        compiler.simulate(model, (1, 1, 1), check=True, **inputs, **precision)
+        api.simulate(model, (1, 1, 1), check=True, **inputs, **precision)
     except AutoPar3DError as error:
         return [f"{type(error).__name__}: {error}"]
     return []

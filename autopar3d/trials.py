@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor
 
 from autopar3d.private import tree_leaves, tree_map_only
 
-from . import compiler
+from . import api
 from .capture.pytrees import flatten_output, register_caches
 from .grid import Grid, GridLike
 from .module import ParallelModule
@@ -173,7 +173,7 @@ def trains_like_one_device(
     kwargs = dict(example_kwargs or {})
     alone, model = make_model(), make_model()
     _check_seeded(alone, model)
-    make = compiler.simulate if simulate else compiler.compile
+    make = api.simulate if simulate else api.compile
     par = make(model, grid, args, kwargs, loss_fn=loss_fn, **options)
     del model
     # After the parallel module has taken its tensors: a model built twice shares nothing with itself.
