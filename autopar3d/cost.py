@@ -27,9 +27,14 @@ def collective_seconds(calls: Any, sent: Any, alpha: Any, beta: Any) -> Any:
     return calls * alpha + sent * beta
 
 
-def link_seconds(link: Link, sent: float) -> float:
-    """One collective alone on its link."""
-    return float(collective_seconds(1, sent, link.latency, per_unit(link.bandwidth)))
+def link_seconds(link: Link, sent: float, *, idle: bool = False) -> float:
+    """One collective alone on its link.
+
+    Args:
+        idle: whether nothing was sent on the link for a while, so that its burst comes on top.
+    """
+    limited = larger(sent - link.burst, 0.0) if idle else sent
+    return float(collective_seconds(1, limited, link.latency, per_unit(link.bandwidth)))
 
 
 def larger(a: Any, b: Any) -> Any:

@@ -21,10 +21,13 @@ class Link:
     Args:
         latency: seconds before the first byte.
         bandwidth: bytes per second that a rank sends.
+        burst: bytes that a link which was idle lets through at once: limited links and switches save up what was not
+            sent, at `bandwidth`. Plans are priced without; predicted timelines have it.
     """
 
     latency: float
     bandwidth: float
+    burst: float = 0.0
 
 
 @dataclass(frozen=True)

@@ -28,6 +28,12 @@ def test_the_fit_finds_the_link() -> None:
     assert predicted(link, 6e5) == pytest.approx(0.102)
     free = fit([Sample("y", "all_gather", n, n / 1e6) for n in (1e3, 1e6)])
     assert free.latency == pytest.approx(0.0, abs=1e-9) and free.bandwidth == pytest.approx(1e6)
+    # A link that was idle lets some bytes through at once; small ones tell of the latency alone.
+    sizes = (1e4, 6e4, 2.5e5, 1.2e6)
+    limited = fit([Sample("y", k, n, 2e-3 + max(0.0, n - 3e4) / 6e6) for k in KINDS for n in sizes])
+    assert limited.latency == pytest.approx(2e-3) and limited.burst == pytest.approx(3e4)
+    assert limited.bandwidth == pytest.approx(6e6) and predicted(limited, 1.5e5) == pytest.approx(0.022)
+    assert fit([Sample("y", "all_gather", 1e3, 2e-3)]) == Link(2e-3, float("inf"))
     # Noise that would make a number negative does not.
     odd = fit([Sample("y", "all_gather", 1e3, 2e-3), Sample("y", "all_gather", 1e6, 1e-3)])
     assert odd.latency >= 0.0 and odd.bandwidth > 0.0

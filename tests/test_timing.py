@@ -160,6 +160,18 @@ def test_axes_on_two_links_share_nothing() -> None:
     assert timeline(two_reduces("x", "z"), GRID, machine).seconds == pytest.approx(max(3 + 4, 3 + 16))
 
 
+def test_an_idle_link_lets_its_burst_through_at_once() -> None:
+    link = Link(3.0, 2.0, burst=8.0)
+    machine = Hardware("switched", {"": 4.0}, 8.0, link, link, 1 << 30)
+    # Of the first 16 bytes 8 go at once. In the 3 seconds before the second sends its 32, the link saves up 6.
+    found = timeline(two_reduces("x", "x"), GRID, machine)
+    assert found.seconds == pytest.approx((3 + 8 / 2) + (3 + 26 / 2))
+    # Two axes on one link have its burst once.
+    assert timeline(two_reduces("x", "y"), GRID, machine).seconds == pytest.approx(3 + (16 + 32 - 8) / 2)
+    # Sums count without.
+    assert found.communication["x"] == pytest.approx((3 + 8) + (3 + 16))
+
+
 def test_network_finishes_in_order() -> None:
     module = two_reduces("x", "x")
     first, second = (n for n in module.graph.nodes if is_start(n))

@@ -24,9 +24,9 @@ from .timing import KINDS
 
 c10d = torch.ops._c10d_functional
 
-# Bytes that a rank sends in the collectives measured: one where latency is all, others where bandwidth is. What lies
-# between tells little of either: switches and limited links let some 100 kB through at once.
-_SIZES = (2_000, 250_000, 1_000_000)
+# Bytes that a rank sends in the collectives measured: where latency is all, where a burst ends (switches and
+# limited links let some 100 kB through at once), and where bandwidth is all.
+_SIZES = (10_000, 60_000, 250_000, 1_200_000)
 
 
 class Sample(NamedTuple):
@@ -93,23 +93,33 @@ def profile(
 
 
 def fit(samples: Sequence[Sample]) -> Link:
-    """The latency and the bandwidth with the least sum of squared relative errors."""
-    seconds = np.array([s.seconds for s in samples])
-    rows = np.array([[1.0, s.bytes] for s in samples]) / seconds[:, None]
-    # Both are at least zero: where one would not be, the other alone is fitted.
-    best, least = (0.0, 0.0), float("inf")
-    for columns in ([0, 1], [0], [1]):
-        x = np.zeros(2)
-        x[columns] = np.linalg.lstsq(rows[:, columns], np.ones(len(samples)), rcond=None)[0]
-        error = float(((rows @ x - 1.0) ** 2).sum())
-        if (x >= 0.0).all() and error < least:
-            best, least = (float(x[0]), float(x[1])), error
-    return Link(best[0], 1.0 / best[1] if best[1] > 0.0 else float("inf"))
+    """The link that samples mean.
+
+    The median of the smallest size, where noise is as large as what is measured, counts as it is. Bandwidth and burst
+    have the least sum of squared relative errors at the other sizes.
+    """
+    least = min(s.bytes for s in samples)
+    first = statistics.median(s.seconds for s in samples if s.bytes <= 1.5 * least)
+    others = [s for s in samples if s.bytes > 1.5 * least]
+    seconds, sizes = np.array([s.seconds for s in others]), np.array([s.bytes for s in others])
+    best, lowest = Link(first, float("inf")), float("inf")
+    # A burst bends the line; where it does, is tried. With two sizes any bend would fit.
+    for burst in np.linspace(0.0, max(sizes, default=0.0) / 2, 201 if len({*sizes}) > 1 else 1):
+        more = np.maximum(sizes - burst, 0.0) - max(least - burst, 0.0)
+        slope = more / seconds
+        per_byte = float(slope @ (1.0 - first / seconds) / (slope @ slope)) if slope.any() else 0.0
+        # Neither number is below zero, whatever the noise.
+        per_byte = min(max(per_byte, 0.0), first / least)
+        latency = first - max(least - burst, 0.0) * per_byte
+        error = float((((latency + np.maximum(sizes - burst, 0.0) * per_byte) / seconds - 1.0) ** 2).sum())
+        if per_byte > 0.0 and error < lowest - 1e-12:
+            best, lowest = Link(max(latency, 0.0), 1.0 / per_byte, float(burst)), error
+    return best
 
 
 def predicted(link: Link, size: float) -> float:
-    """Seconds of one collective alone on its link, as plans count them."""
-    return link_seconds(link, size)
+    """Seconds of one collective alone on its link, as timelines count them."""
+    return link_seconds(link, size, idle=True)
 
 
 def collectives(grid: Grid, device: torch.device, sizes: Sequence[int], repeats: int) -> list[Sample]:

@@ -2,7 +2,7 @@
 
 The graph's order is taken as it is. Compute runs node after node; a start puts its collective into its axis's queue,
 which works in order; a wait holds compute until its collective is through. Collectives that are in flight at once on
-one link share its bandwidth.
+one link share its bandwidth. A link that was idle lets its burst through at once, and saves up for the next.
 """
 
 from __future__ import annotations
@@ -91,6 +91,7 @@ class Network:
         self.began: dict[Node, float] = {}  # when each came to the head of its queue
         self.done: dict[Node, float] = {}
         self._queues: dict[str, deque[_Flight]] = {a: deque() for a in grid.names}
+        self._saved: dict[Link, float] = {}  # bytes that each link would let through at once
 
     @property
     def busy(self) -> bool:
@@ -142,6 +143,9 @@ class Network:
         for flight, in_latency in through:
             if in_latency:
                 flight.latency_left = 0.0
+                at_once = min(flight.bytes_left, self._saved.get(flight.link, flight.link.burst))
+                flight.bytes_left -= at_once
+                self._saved[flight.link] = self._saved.get(flight.link, flight.link.burst) - at_once
                 continue
             queue = self._queues[axis_of(flight.node)]
             queue.popleft()
@@ -152,6 +156,10 @@ class Network:
         return finished
 
     def _pass(self, time: float) -> None:
+        sending = {f.link for f, _ in self._heads() if f.latency_left <= 0.0}
+        for link, saved in self._saved.items():
+            if link not in sending:
+                self._saved[link] = min(link.burst, saved + time * link.bandwidth)
         for flight, sharers in self._heads():
             if flight.latency_left > 0.0:
                 flight.latency_left = max(0.0, flight.latency_left - time)
