@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
@@ -138,6 +139,11 @@ class Step:
     @property
     def argument_layouts(self) -> tuple[Layout, ...]:
         return self.local.arguments
+
+    @functools.cached_property
+    def read(self) -> frozenset[str]:
+        """Names of the placeholders of the program that it reads."""
+        return frozenset(n.name for n in self.program.graph.graph.nodes if n.op == "placeholder" and n.users)
 
     def result_shape(self, i: int) -> tuple[int, ...]:
         """Global shape of result i (counted among those with a node)."""

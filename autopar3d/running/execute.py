@@ -30,6 +30,7 @@ from .deferral import Deferral, Held
 from .dtensor import like_parameter, local, placements, to_dtensor
 from .inductor import Inductor
 from .lockstep import run_lockstep
+from .sharing import own_gradients, own_outputs, share, version, versions
 
 
 class Executor(Protocol):
@@ -100,7 +101,8 @@ def run_step(source: Source, executor: Executor, tensors: Sequence[Tensor | Ente
     if grad and step.runs.backward is not None:
         return list(_Run.apply(source, executor, *tensors))
     with torch.no_grad():
-        return _leave(step, executor, _run(executor, step.runs.inference, _entered(step, executor, tensors)))
+        values = _entered(step, executor, tensors)
+        return own_outputs(_leave(step, executor, _run(executor, step.runs.inference, values)), values)
 
 
 def _run(executor: Executor, graph: GraphModule, values: Sequence[Any]) -> list[Any]:
@@ -138,20 +140,26 @@ class _Run(torch.autograd.Function):
     def forward(ctx: Any, source: Source, executor: Executor, *tensors: Tensor | Entered) -> Any:
         ctx.source, ctx.executor, ctx.step = source, executor, source.step
         runs = ctx.step.runs
+        values = _entered(ctx.step, executor, tensors)
         with record_function("autopar3d forward"):
-            outs = _run(executor, runs.forward, _entered(ctx.step, executor, tensors))
+            outs = _run(executor, runs.forward, values)
         results, ctx.saved = outs[: runs.results], outs[runs.results :]
         # By reference, for a backward that nobody planned; parameters are alive anyway.
         ctx.tensors, ctx.versions = tensors, _versions(ctx.step, tensors)
         ctx.set_materialize_grads(False)
-        left = _leave(ctx.step, executor, results)
+        left = own_outputs(_leave(ctx.step, executor, results), (values, ctx.saved))
+        ctx.kept_versions, ctx.read_versions = versions(ctx.saved), versions(_read(ctx.step, tensors))
         ctx.mark_non_differentiable(*(t for i, t in enumerate(left) if i not in runs.differentiable))
         return tuple(left)
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
     def backward(ctx: Any, *cotangents: Tensor | None) -> Any:
         step, executor, runs, saved = ctx.step, ctx.executor, ctx.step.runs, ctx.saved
+        if torch.is_grad_enabled():
+            raise StateError(
+                "backward with create_graph=True: gradients of gradients are not computed through a parallel module; "
+                "a term that needs them (a gradient penalty, a Hessian) is to be computed with the plain model"
+            )
         if saved is None:
             raise StateError(
                 "backward through a call a second time: what it kept for backward was freed by the first; give that "
@@ -160,9 +168,11 @@ class _Run(torch.autograd.Function):
         if not keeps_graph():
             ctx.saved = None
         _refuse_changes(step, ctx.versions, _versions(step, ctx.tensors))
+        _refuse_writes(step, saved, ctx.kept_versions, ctx.tensors)
         given = tuple(i for i, c in enumerate(cotangents) if c is not None)
         if given != runs.tangents:
             # Gradients flow from other results than planned for: this once, their forward runs again.
+            _refuse_writes(step, _read(step, ctx.tensors), ctx.read_versions, ctx.tensors)
             runs = ctx.source.switch(given)
             saved = _run(executor, runs.forward, _entered(step, executor, ctx.tensors))[runs.results :]
         seeds = [executor.seed(cotangents[i], step.local.results[i]) for i in runs.tangents]
@@ -181,16 +191,20 @@ def _gradients(
 ) -> dict[int, Any]:
     """Gradients by their position in `runs.gradients`, without those that are held back (see `deferral`)."""
     assert runs.backward is not None
+
+    def run(graph: GraphModule, given: Sequence[Any]) -> list[Any]:
+        return own_gradients(_run(executor, graph, given), given)
+
     deferral = source.deferral
     if not deferral.on and not deferral.held:
-        return dict(enumerate(_run(executor, runs.backward, values)))
+        return dict(enumerate(run(runs.backward, values)))
 
     def finish(position: int, value: Any) -> tuple[Tensor, Tensor]:
         number = runs.gradients[position]
         return tensors[number], _gradient(step, executor, number, value, tensors[number])
 
     held = Held([], _versions(step, tensors), lambda: _versions(step, tensors), finish)
-    return deferral.backward(source.deferred(), lambda graph, given: _run(executor, graph, given), values, held)
+    return deferral.backward(source.deferred(), run, values, held)
 
 
 def _gradient(step: Step, executor: Executor, number: int, value: Any, like: Tensor) -> Tensor:
@@ -219,10 +233,33 @@ def _refuse_changes(step: Step, before: Sequence[int], now: Sequence[int]) -> No
         )
 
 
-def version(tensor: Tensor) -> int:
-    """How often the elements were changed in place."""
-    held = local(tensor) if isinstance(tensor, DTensor) else tensor
-    return 0 if held.is_inference() else held._version
+def _read(step: Step, tensors: Sequence[Tensor | Entered]) -> list[Any]:
+    """The inputs and buffers that the program reads."""
+    pairs = zip(step.program.arguments, tensors, strict=True)
+    return [
+        t.value if isinstance(t, Entered) else t
+        for a, t in pairs
+        if a.kind in ("input", "buffer") and a.node in step.read
+    ]
+
+
+def _refuse_writes(step: Step, values: Sequence[Any], before: Sequence[int], tensors: Sequence[Any]) -> None:
+    if versions(values) == before:
+        return
+    at, changed = 0, None
+    for value in values:
+        found = versions([value])
+        if found != before[at : at + len(found)]:
+            changed = value
+            break
+        at += len(found)
+    held = [t.value if isinstance(t, Entered) else t for t in tensors]
+    pairs = zip(step.program.arguments, held, strict=True)
+    names = [f"{argument.kind} {argument.names[0]}" for argument, t in pairs if share(t, changed)]
+    raise StateError(
+        f"{names[0] if names else 'an output'} was changed in place between the call and its backward, which needs it "
+        "as it was; call backward first, or change a clone"
+    )
 
 
 class LockstepExecutor:

@@ -22,7 +22,7 @@ from autopar3d.private import tree_map_only
 from ..errors import StateError
 from ..grid import Grid
 from .dtensor import from_placements
-from .execute import version
+from .sharing import version
 from .tree import held
 
 
