@@ -1,24 +1,21 @@
 """The documentation runs, prints what it says it prints, and links to what exists.
 
-A Python block runs, after those above it in its file and in their namespace. A bash block of `autopar3d` commands
-runs too, from the repository's root. `<!-- output -->` before a text block says that it is what the block before it
-prints (a plan's hash aside); `<!-- not run: why -->` before a block, that it does not run; Python only has to be valid
-then. After a change that alters what is printed, `python -m tests.test_docs`
-writes the blocks anew.
+`tests/pages.py` says which blocks run, and where. After a change that alters what is printed,
+`python -m tests.test_docs` writes the blocks that show an output anew.
 """
 
 from __future__ import annotations
 
+import argparse
 import contextlib
-import io
 import logging
 import os
 import re
+import runpy
 import shlex
 import sys
 import tempfile
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
@@ -26,79 +23,41 @@ import torch
 
 import autopar3d
 from autopar3d import errors
-from autopar3d.cli import main
 from autopar3d.errors import AutoPar3DError
+from autopar3d.ranks.launch import Pool
 from autopar3d.rules import RULES
 from tests.api import SECTIONS, reference
+from tests.pages import PAGES, ROOT, blocks, run
 
-ROOT = Path(__file__).resolve().parent.parent
-PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+# Blocks of Python that cannot run here, by the words they start with.
+NOT_RUN = {
+    "import colossalai": "ColossalAI is for torch versions before those that autopar3d needs",
+    "from axonn": "AxoNN needs GPUs",
+}
 
+# Commands that the test of their page does not run, by how they start; the page or the test that runs the same.
+ELSEWHERE = {
+    "bash examples/run_gpt.sh": ".ci/run",
+    "bash tests/run.sh": ".ci/run",
+    "pip install": "tests/test_package.py::test_wheel_and_sdist_work_outside_the_checkout",
+    "autopar3d doctor": "tests/test_cli.py::test_doctor_tries_every_collective",
+    "autopar3d plan examples/gpt.py:make --grid 4,4,4 --hardware h100": "docs/command-line.md",
+    "autopar3d check your.py:make": "docs/command-line.md",
+    "autopar3d simulate your.py:make": "docs/command-line.md",
+    "torchrun --nproc-per-node 8 train.py": "README.md",  # the block before it, on ranks
+    "torchrun --nproc-per-node 4 train.py": "docs/user-guide.md",  # the same
+    "torchrun --nproc-per-node 4 examples/migration/": "tests/test_migration.py::test_losses_are_equal",
+    "torchrun --nproc-per-node 8 examples/": "tests/test_recipes.py::test_as_the_page_says_under_torchrun",
+    "python -m pytest tests/rules -k cdist": "tests/rules/test_proof.py::test_rule",
+    "ruff format . && ruff check .": "tests/run.sh",
+    "mypy": "tests/run.sh",
+    "lint-imports": "tests/run.sh",
+    'python -m pytest -m "not slow"': "tests/run.sh",
+    "python -m tests.test_docs": "tests/test_docs.py::test_python_runs",
+}
 
-@dataclass(frozen=True)
-class Block:
-    """A fenced block. `first` is the number (from 0) of its first line, `note` the HTML comment right before it."""
-
-    language: str
-    note: str
-    first: int
-    text: str
-
-
-def blocks(page: str) -> list[Block]:
-    """All fenced blocks, those in lists too."""
-    found = []
-    lines = page.split("\n")
-    i, note = 0, ""
-    while i < len(lines):
-        fence = re.fullmatch(r"(\s*)```(\w*)", lines[i])
-        if fence:
-            indent, language = fence.groups()
-            end = next(j for j in range(i + 1, len(lines)) if lines[j] == f"{indent}```")
-            body = "\n".join(line.removeprefix(indent) for line in lines[i + 1 : end])
-            found.append(Block(language, note, i + 1, body))
-            i, note = end, ""
-        elif lines[i].strip():
-            comment = re.fullmatch(r"\s*<!-- (.*) -->", lines[i])
-            note = comment[1] if comment else ""
-        i += 1
-    return found
-
-
-def run(page: Path) -> Iterator[tuple[Block, str]]:
-    """Run a page's blocks; each block that shows an output, with what was printed."""
-    namespace = {"__name__": "page"}
-    printed = ""
-    for block in blocks(page.read_text()):
-        if block.language == "python":
-            # Empty lines in front, so that a traceback has the page's line numbers.
-            code = compile("\n" * block.first + block.text, str(page), "exec", dont_inherit=True)
-            if not block.note.startswith("not run: "):
-                with contextlib.redirect_stdout(io.StringIO()) as out:
-                    exec(code, namespace)
-                printed = out.getvalue()
-        elif block.language == "bash" and not block.note.startswith("not run: "):
-            commands = block.text.replace("\\\n", " ").split("\n")
-            if all(command.startswith("autopar3d ") for command in commands):
-                printed = "".join(_command(shlex.split(command, comments=True)) for command in commands)
-        elif block.note == "output":
-            yield block, _tidy(printed)
-
-
-def _command(words: list[str]) -> str:
-    """What an `autopar3d` command prints, errors too."""
-    here = Path.cwd()
-    os.chdir(ROOT)
-    try:
-        with contextlib.redirect_stdout(io.StringIO()) as out, contextlib.redirect_stderr(out):
-            main(words[1:])
-    finally:
-        os.chdir(here)
-    return out.getvalue()
-
-
-def _tidy(text: str) -> str:
-    return "\n".join(line.rstrip() for line in text.rstrip().split("\n"))
+# Measurements take minutes, and links of a given rate: here they only have to take the options that are shown.
+MEASURED = re.compile(r"(?:bash \S*cluster\.sh \d+ \w+ |[A-Z_]+=\d+ )*python (examples/benchmarks/\w+\.py)(.*)")
 
 
 def _same(a: str, b: str) -> bool:
@@ -127,23 +86,71 @@ def _undone() -> Iterator[None]:
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
-def test_python_runs(page: Path) -> None:
+def test_python_runs(page: Path, ranks: Pool) -> None:
     with _undone():
-        for block, printed in run(page):
+        for block, printed in run(page, ranks):
             where = f"{page.name}:{block.first + 1}"
             again = "python -m tests.test_docs writes what is printed now"
             assert _same(printed, block.text), f"{where}: {again}\n{printed}"
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
-def test_links_exist(page: Path) -> None:
-    text = re.sub(r"```.*?```", "", page.read_text(), flags=re.DOTALL)
-    for target in re.findall(r"\]\(([^)\s]+)\)", text):
-        path, _, anchor = target.partition("#")
-        if not re.match(r"\w+:", target):
-            linked = (page.parent / path) if path else page
-            assert linked.exists(), f"{page.name} links to {target}"
-            assert not anchor or anchor in _anchors(linked), f"{page.name} links to {target}: no such heading"
+def test_every_block_runs_somewhere(page: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for block in blocks(page.read_text()):
+        where = f"{page.name}:{block.first + 1}"
+        if block.source:
+            rest = iter((ROOT / block.source).read_text().split("\n"))
+            missing = [line for line in block.text.split("\n") if line.strip() and line not in rest]
+            assert not missing, f"{where}: {block.source} has no line {missing[0]!r} there"
+        elif block.runs_here or block.ranks or block.note == "output":
+            continue
+        elif block.language == "python":
+            assert block.text.startswith(tuple(NOT_RUN)), f"{where} does not run, and NOT_RUN does not say why"
+            compile(block.text, page.name, "exec")
+        for command in block.commands:
+            measured = MEASURED.fullmatch(command)
+            if measured:
+                _takes_its_options(ROOT / measured[1], shlex.split(measured[2]), monkeypatch)
+                continue
+            found = [test for start, test in ELSEWHERE.items() if command.startswith(start)]
+            assert found, f"{where}: {command} is run by nothing"
+            file, _, test = found[0].partition("::")
+            text = (ROOT / file).read_text()
+            assert not test or f"def {test}(" in text, f"{found[0]} does not exist"
+            word = command.split()[min(1, command.count(" "))]
+            assert test or file.startswith(".") or word in text, f"{file} does not run {command}"
+
+
+def _takes_its_options(script: Path, words: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """It loads, and its parser takes these words."""
+    if "parse_args" not in script.read_text():
+        assert not words, f"{script.name} takes no options"
+        runpy.run_path(str(script))
+        return
+
+    class Parsed(Exception):
+        pass
+
+    def parse(self: argparse.ArgumentParser, *_: object) -> None:
+        unknown = self.parse_known_args(words)[1]
+        raise Parsed(*unknown)
+
+    with monkeypatch.context() as patch, pytest.raises(Parsed) as parsed:
+        patch.setattr(argparse.ArgumentParser, "parse_args", parse)
+        patch.syspath_prepend(str(script.parent))
+        runpy.run_path(str(script), run_name="__main__")
+    assert not parsed.value.args, f"{script.name} does not know {parsed.value.args}"
+
+
+def test_links_exist() -> None:
+    for page in PAGES:
+        text = re.sub(r"```.*?```", "", page.read_text(), flags=re.DOTALL)
+        for target in re.findall(r"\]\(([^)\s]+)\)", text):
+            path, _, anchor = target.partition("#")
+            if not re.match(r"\w+:", target):
+                linked = (page.parent / path) if path else page
+                assert linked.exists(), f"{page.name} links to {target}"
+                assert not anchor or anchor in _anchors(linked), f"{page.name} links to {target}: no such heading"
 
 
 def _anchors(page: Path) -> set[str]:
@@ -180,16 +187,17 @@ def test_the_reference_is_what_the_docstrings_say() -> None:
 def write() -> None:
     """Put what is printed now into the blocks that show an output, and make the reference anew."""
     (ROOT / "docs" / "api.md").write_text(reference())
-    for page in PAGES:
-        lines = page.read_text().split("\n")
-        with _undone():
-            shown = list(run(page))
-        for block, printed in reversed(shown):
-            if not _same(printed, block.text):
-                old = block.text.split("\n") if block.text else []
-                lines[block.first : block.first + len(old)] = printed.split("\n")
-                print(f"{page.name}:{block.first + 1} written", file=sys.stderr)
-        page.write_text("\n".join(lines))
+    with Pool(8) as ranks:
+        for page in PAGES:
+            lines = page.read_text().split("\n")
+            with _undone():
+                shown = list(run(page, ranks))
+            for block, printed in reversed(shown):
+                if not _same(printed, block.text):
+                    old = block.text.split("\n") if block.text else []
+                    lines[block.first : block.first + len(old)] = printed.split("\n")
+                    print(f"{page.name}:{block.first + 1} written", file=sys.stderr)
+            page.write_text("\n".join(lines))
 
 
 if __name__ == "__main__":

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -17,6 +18,7 @@ from autopar3d.errors import StateError
 from autopar3d.layout import Layout
 from autopar3d.ranks.launch import Pool
 from autopar3d.ranks.sampling import data_place
+from tests.pages import ROOT, blocks
 
 FOLDER = Path(__file__).parents[1] / "examples" / "recipes"
 
@@ -114,6 +116,40 @@ def test_the_trainer_of_transformers_trains_as_on_one_device(tmp_path: Path) -> 
     saved = GPT2LMHeadModel.from_pretrained(tmp_path / "grid")
     for (name, one), other in zip(saved.named_parameters(), model.parameters(), strict=True):
         torch.testing.assert_close(one, other, rtol=0, atol=1e-4, msg=name)
+
+
+def _commands() -> list[str]:
+    found = [c for b in blocks((ROOT / "docs" / "recipes.md").read_text()) for c in b.commands]
+    return [command for command in found if command.startswith("torchrun ")]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("command", _commands())
+def test_as_the_page_says_under_torchrun(command: str, tmp_path: Path) -> None:
+    """With two ranks, and not eight."""
+    if "hf_trainer" in command:
+        pytest.importorskip("accelerate")
+    if "lightning" in command:
+        pytest.importorskip("lightning")
+    words = re.sub("--nproc-per-node [0-9]+", "--standalone --nproc-per-node 2", command).replace("2,2,2", "2,1,1")
+    words = words.replace(" examples/", f" {ROOT}/examples/").removeprefix("torchrun ")
+    run = [sys.executable, "-m", "torch.distributed.run", *words.split()]
+    done = subprocess.run(run, cwd=tmp_path, capture_output=True, text=True, timeout=280)
+    assert done.returncode == 0 and done.stdout.strip(), done.stderr[-3000:]
+
+
+@pytest.mark.slow
+def test_the_readme_as_a_script(tmp_path: Path) -> None:
+    parts = [b for b in blocks((ROOT / "README.md").read_text()) if b.language == "python"]
+    make, train = (next(b.text for b in parts if name in b.text) for name in ("def make(", "def train("))
+    end = next(b.text for b in parts if b.ranks)
+    script = "\n".join([make, train.partition("\n\n\nlosses = ")[0], end])
+    (tmp_path / "train.py").write_text(script.replace("(2, 2, 2)", "(1, 2, 1)"))
+    run = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "train.py"]
+    done = subprocess.run(run, cwd=tmp_path, capture_output=True, text=True, timeout=280)
+    assert done.returncode == 0, done.stderr[-3000:]
+    first, last = map(float, done.stdout.split())
+    assert last < first
 
 
 def _trainer(folder: str) -> list[dict[str, float]]:

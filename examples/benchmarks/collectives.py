@@ -1,6 +1,6 @@
 """What collectives cost on gloo: its own, and those of `autopar3d.ranks.transport`, on ranks with links of their own.
 
-    bash ../shared/cluster.sh 4 200mbit python examples/benchmarks/collectives.py
+    bash examples/benchmarks/cluster.sh 4 200mbit python examples/benchmarks/collectives.py
 
 or under torchrun (then all ranks share one loopback, and bytes are not counted). Per kind and size: bytes that left the
 link of rank 0 for each byte put in, headers included; CPU time; median wall time.

@@ -1,6 +1,6 @@
 """All-gathers on gloo: all ranks send to all at once, or around gloo's ring.
 
-    bash ../shared/cluster.sh 8 100mbit python examples/benchmarks/gathers.py
+    bash examples/benchmarks/cluster.sh 8 100mbit python examples/benchmarks/gathers.py
 
 or under torchrun. Medians of REPEATS interleaved turns, by the bytes that each rank puts in. What is sent straight
 is here an all_to_all of copies, which are the same messages; `autopar3d.ranks.transport` takes the ring for much data.

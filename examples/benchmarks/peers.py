@@ -1,7 +1,7 @@
 """The same GPT, the same batch, on eight ranks with links of their own: DDP, FSDP2, tensor parallelism, and autopar3d.
 
-    bash ../shared/cluster.sh 8 200mbit python examples/benchmarks/peers.py run 512 --rate 200 --out /tmp/512-200.json
-    python examples/benchmarks/peers.py report /tmp/*.json
+    bash examples/benchmarks/cluster.sh 8 200mbit python examples/benchmarks/peers.py run 512 --rate 200 --out 512.json
+    python examples/benchmarks/peers.py report *.json
 
 Each system trains in its recommended form, with AdamW, from the same weights on the same global batch. Steps of all
 systems are interleaved, so that what else the machine does hits all of them. Rank 0 writes times, bytes that left its

@@ -121,6 +121,7 @@ def whole() -> None:
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--whole", action="store_true")
+    options = parser.parse_args()
     planner()
-    if parser.parse_args().whole:
+    if options.whole:
         whole()

@@ -1,6 +1,6 @@
 """How well a calibrated profile predicts single collectives that it was not measured on.
 
-    bash ../shared/cluster.sh 4 50mbit python examples/benchmarks/predict_collectives.py
+    bash examples/benchmarks/cluster.sh 4 50mbit python examples/benchmarks/predict_collectives.py
 
 or under torchrun. Calibrates, then times each kind at other sizes, the median of REPEATS, beside what plans count.
 """

@@ -1,6 +1,6 @@
 """How well a calibrated profile predicts whole steps: what overlap gains, and which of three grids is faster.
 
-    bash ../shared/cluster.sh 4 100mbit python examples/benchmarks/predict_steps.py
+    bash examples/benchmarks/cluster.sh 4 100mbit python examples/benchmarks/predict_steps.py
 
 or under torchrun, on four ranks. Calibrates first; then steps (forward and backward) of a GPT on three grids, each with
 overlap and without, are interleaved, and medians stand beside the predictions. Absolute times hang on how busy the

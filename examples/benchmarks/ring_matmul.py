@@ -1,6 +1,6 @@
 """Whether cutting gather + matmul, and matmul + reduce-scatter, into ring steps pays on gloo.
 
-    bash ../shared/cluster.sh 4 100mbit python examples/benchmarks/ring_matmul.py
+    bash examples/benchmarks/cluster.sh 4 100mbit python examples/benchmarks/ring_matmul.py
 
 One linear of a transformer layer on one axis, its input's rows sharded: `Y = gather(X) W`, or `scatter(X W)`. Each
 is done in three ways that send the same bytes: whole (the collective, then the matmul), in two lanes (half of the rows

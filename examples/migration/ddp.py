@@ -1,0 +1,67 @@
+"""From DistributedDataParallel: the same training, before and after.
+
+torchrun --nproc-per-node 4 examples/migration/ddp.py
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.data import DataLoader, DistributedSampler
+
+import autopar3d
+
+sys.path.insert(0, str(Path(__file__).parent))
+from small import make, rows  # noqa: E402
+
+
+def before(batch: int = 16) -> list[float]:
+    data = rows()
+    model = DistributedDataParallel(make())
+    sampler = DistributedSampler(data, seed=0)
+    loader = DataLoader(data, batch // dist.get_world_size(), sampler=sampler)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    losses = []
+    for x, y in loader:
+        optimizer.zero_grad()
+        loss = nn.functional.mse_loss(model(x), y)
+        loss.backward()
+        optimizer.step()
+        dist.all_reduce(loss := loss.detach() / dist.get_world_size())
+        losses.append(loss.item())
+    return losses
+
+
+def after(batch: int = 16) -> list[float]:
+    data = rows()
+    x, y = (tensor[:batch] for tensor in data.tensors)  # an example, of global shape
+    grid = autopar3d.Grid(1, 1, 1, replicas=dist.get_world_size())
+    par = autopar3d.compile(make(), grid, x, {"targets": (y,)}, loss_fn=nn.functional.mse_loss, inputs="sharded")
+    sampler = DistributedSampler(data, par.data_world_size, par.data_rank, seed=0)
+    loader = DataLoader(data, batch // par.data_world_size, sampler=sampler)
+    optimizer = torch.optim.AdamW(par.parameters(), lr=1e-2, foreach=True)
+    losses = []
+    for x, y in loader:
+        optimizer.zero_grad()
+        loss = par(x, targets=(y,))
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    return losses
+
+
+def main() -> None:
+    dist.init_process_group("gloo")
+    for name, losses in ("before", before()), ("after", after()):
+        if dist.get_rank() == 0:
+            print(f"{name:6}", " ".join(f"{loss:.6f}" for loss in losses))
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,27 @@
+"""The files of examples/migration train alike before and after."""
+
+from __future__ import annotations
+
+import runpy
+from pathlib import Path
+
+import pytest
+
+from autopar3d.ranks.launch import Pool
+
+FOLDER = Path(__file__).parents[1] / "examples" / "migration"
+FILES = [file for file in sorted(FOLDER.glob("*.py")) if file.stem != "small"]
+
+
+def _losses(files: list[str]) -> list[tuple[list[float], list[float]]]:
+    pages = [runpy.run_path(file) for file in files]
+    return [(page["before"](), page["after"]()) for page in pages]
+
+
+def test_losses_are_equal(ranks: Pool) -> None:
+    found = ranks.run(_losses, [str(file) for file in FILES], ranks=4)
+    assert len(FILES) == 3
+    for rank in found:
+        for file, (before, after) in zip(FILES, rank, strict=True):
+            assert after == pytest.approx(before, rel=1e-4), file.stem
+            assert len(before) == 4 and before[-1] < before[0]
