@@ -33,6 +33,9 @@ def test_the_fit_finds_the_link() -> None:
     limited = fit([Sample("y", k, n, 2e-3 + max(0.0, n - 3e4) / 6e6) for k in KINDS for n in sizes])
     assert limited.latency == pytest.approx(2e-3) and limited.burst == pytest.approx(3e4)
     assert limited.bandwidth == pytest.approx(6e6) and predicted(limited, 1.5e5) == pytest.approx(0.022)
+    # The smallest size all in the burst, and faster than the bandwidth.
+    quick = fit([Sample("y", k, n, 8e-4 + max(0.0, n - 3e4) / 6e6) for k in KINDS for n in sizes])
+    assert quick.latency == pytest.approx(8e-4) and quick.bandwidth == pytest.approx(6e6)
     assert fit([Sample("y", "all_gather", 1e3, 2e-3)]) == Link(2e-3, float("inf"))
     # Noise that would make a number negative does not.
     odd = fit([Sample("y", "all_gather", 1e3, 2e-3), Sample("y", "all_gather", 1e6, 1e-3)])

@@ -105,12 +105,12 @@ def fit(samples: Sequence[Sample]) -> Link:
     best, lowest = Link(first, float("inf")), float("inf")
     # A burst bends the line; where it does, is tried. With two sizes any bend would fit.
     for burst in np.linspace(0.0, max(sizes, default=0.0) / 2, 201 if len({*sizes}) > 1 else 1):
-        more = np.maximum(sizes - burst, 0.0) - max(least - burst, 0.0)
-        slope = more / seconds
+        limited = max(least - burst, 0.0)  # of the smallest size
+        slope = (np.maximum(sizes - burst, 0.0) - limited) / seconds
         per_byte = float(slope @ (1.0 - first / seconds) / (slope @ slope)) if slope.any() else 0.0
         # Neither number is below zero, whatever the noise.
-        per_byte = min(max(per_byte, 0.0), first / least)
-        latency = first - max(least - burst, 0.0) * per_byte
+        per_byte = min(max(per_byte, 0.0), first / limited if limited else float("inf"))
+        latency = first - limited * per_byte
         error = float((((latency + np.maximum(sizes - burst, 0.0) * per_byte) / seconds - 1.0) ** 2).sum())
         if per_byte > 0.0 and error < lowest - 1e-12:
             best, lowest = Link(max(latency, 0.0), 1.0 / per_byte, float(burst)), error

@@ -1,6 +1,6 @@
 """How well a calibrated profile predicts whole steps: what overlap gains, and which of three grids is faster.
 
-    bash examples/benchmarks/cluster.sh 4 100mbit python examples/benchmarks/predict_steps.py
+    bash examples/benchmarks/cluster.sh 4 100mbit python examples/benchmarks/predict_steps.py --hidden 512
 
 or under torchrun, on four ranks. Calibrates first; then steps (forward and backward) of a GPT on three grids, each with
 overlap and without, are interleaved, and medians stand beside the predictions. Absolute times hang on how busy the
@@ -29,7 +29,6 @@ from autopar3d.timelines.calibration import calibrate  # noqa: E402
 from examples.gpt import GPTConfig, make  # noqa: E402
 
 GRIDS = ((4, 1, 1), (1, 4, 1), (2, 2, 1))
-CONFIG = GPTConfig(vocab=512, block=128, layers=1, heads=8, hidden=512)
 BATCH = 8
 
 
@@ -40,13 +39,15 @@ def error(predicted: float, measured: float) -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--repeats", type=int, default=7)
-    repeats = parser.parse_args().repeats
+    parser.add_argument("--hidden", type=int, default=512)
+    args = parser.parse_args()
+    repeats, config = args.repeats, GPTConfig(vocab=512, block=128, layers=1, heads=8, hidden=args.hidden)
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
     hardware = calibrate((2, 2, 1))
     systems = {}
     for grid, overlap in itertools.product(GRIDS, (True, False)):
-        model, batch = make(CONFIG, BATCH)
+        model, batch = make(config, BATCH)
         systems[grid, overlap] = autopar3d.compile(model, grid, batch, hardware=hardware, overlap=overlap)
     walls: dict[tuple[tuple[int, int, int], bool], list[float]] = {key: [] for key in systems}
     for turn in range(repeats + 1):
@@ -70,7 +71,10 @@ def report(
     walls: dict[tuple[tuple[int, int, int], bool], list[float]],
 ) -> None:
     link = hardware.node
-    print(f"latency {link.latency * 1e3:.2f} ms, {link.bandwidth * 8e-6:.1f} Mbit/s, {hardware.flops['']:.3g} FLOP/s")
+    print(
+        f"latency {link.latency * 1e3:.2f} ms, {link.bandwidth * 8e-6:.1f} Mbit/s, burst {link.burst / 1e3:.0f} kB, "
+        f"{hardware.flops['']:.3g} FLOP/s"
+    )
     median = {key: statistics.median(times) for key, times in walls.items()}
     rows = []
     for (grid, overlap), times in walls.items():
