@@ -185,10 +185,11 @@ class Candidate:
     """A grid (so many `replicas` of it) that was considered. Numbers are per rank, for one forward and backward.
 
     Args:
-        seconds: predicted before graphs are emitted, to compare all; `scheduled`: predicted of the emitted graphs, of
-            the best candidates only.
+        objective: what the planner minimised, the cost of all ops and collectives one after the other.
+        seconds: predicted before graphs are emitted; None where the objective alone put the candidate behind.
+            `scheduled`: predicted of the emitted graphs, of the best candidates only.
         compute, exposed: of `seconds`, in which compute runs, and waits.
-        bytes: sent.
+        bytes: sent; None, as `exposed`, where `seconds` is.
         memory: bytes of parameters, gradients, optimizer state and what is saved for backward.
         why: "chosen", or what is worse than in the chosen one.
         same: grids that differ from this one in the order of their axes only.
@@ -196,15 +197,16 @@ class Candidate:
 
     grid: tuple[int, int, int]
     regather: str
-    seconds: float
+    seconds: float | None
     scheduled: float | None
     compute: float
-    exposed: float
-    bytes: float
+    exposed: float | None
+    bytes: float | None
     memory: int
     why: str
     same: tuple[str, ...]
     replicas: int = 1
+    objective: float = 0.0
 
 
 @dataclass(frozen=True)

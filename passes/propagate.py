@@ -19,12 +19,11 @@ Left out of the space: a shared copy that is still a partial sum; and see `strat
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cache
 from typing import Any, NamedTuple
 
 import numpy as np
-import torch
 from torch import Tensor
 from torch.fx import Node
 from torch.fx.node import map_arg
@@ -234,7 +233,7 @@ class Search:
                 shape = result_of(node, self.factors)
                 options, conflict = kept_strategies(options, node, spec, shape, self.pins, self.grid)
                 self.conflicts += [conflict] if conflict else []
-            found = np.array([self._seconds(node, spec, s) for s in options])
+            found = self._seconds(node, spec, options)
             ties = self.tie * found[:, 2]
             self.known[kind] = _Known(options, found[:, 0] + found[:, 1] + ties, ties, found[:, 0])
         vertex = ("op", node)
@@ -467,37 +466,40 @@ class Search:
 
     # -- compute ------------------------------------------------------------------------------------
 
-    def _seconds(self, node: Node, spec: OpSpec, strategy: Strategy) -> tuple[float, float, float]:
-        """Of one rank, forward and backward: the op's roofline time, that of the collectives inside its lowering, and
-        the bytes that it reads and makes."""
+    def _seconds(self, node: Node, spec: OpSpec, options: Sequence[Strategy]) -> np.ndarray:
+        """Per strategy, of one rank, forward and backward: the op's roofline time, that of the collectives inside its
+        lowering, and the bytes that it reads and makes."""
         grid, hardware = self.grid, self.hardware
         backward = 2.0 if node in self.grads else 0.0
-        axes_of = strategy.axes_of
-        moved = 0.0
-        dtype: torch.dtype | None = None
-        tensors = [(self.factors.values[o], d) for o, d in zip(operands(node), spec.inputs, strict=True)]
-        vals = node.meta["val"] if isinstance(node.meta["val"], (tuple, list)) else [node.meta["val"]]
-        outs = [(v, d) for v, d in zip(vals, spec.outputs, strict=False) if isinstance(v, Tensor)]
-        for shape, dims in tensors:
-            moved += shape.bytes / grid.extent([a for f in spec.atoms(dims) for a in axes_of.get(f, ())])
-            dtype = dtype or shape.dtype
-        for val, dims in outs:
-            size = math.prod(spec.sizes[f] for f in spec.atoms(dims)) * val.dtype.itemsize
-            moved += size / grid.extent([a for f in spec.atoms(dims) for a in axes_of.get(f, ())])
-            dtype = val.dtype
-        assert dtype is not None
-        flops = spec.flops / grid.extent(strategy.axes)
+        read = operands(node)
+        shapes = [self.factors.values[o] for o in read]
+        tensors = [(s.bytes, spec.atoms(d)) for s, d in zip(shapes, spec.inputs, strict=True)]
+        dtypes = [s.dtype for s in shapes[:1]]
+        for val, dims in zip(results(node), spec.outputs, strict=False):
+            if isinstance(val, Tensor):
+                names = spec.atoms(dims)
+                tensors.append((math.prod(spec.sizes[f] for f in names) * val.dtype.itemsize, names))
+                dtypes.append(val.dtype)
+        dtype = dtypes[-1]
         rates = per_unit(hardware.rate(dtype)), per_unit(hardware.memory)
-        seconds = (1 + backward) * compute_seconds(flops, 0.0 if is_view(node) else moved, *rates)
-        inside = 0.0
-        if spec.exchange is not None:
-            local = LocalOp(node, spec, axes_of, grid)
-            for e in spec.exchange(local):
-                link = hardware.link(e.axis, grid)
-                if e.phase == "forward" or operands(node)[0] in self.grads:
-                    moved_bytes = sent(e.kind, grid.axis_size(e.axis), e.elements) * (e.dtype or dtype).itemsize
-                    inside += link_seconds(link, moved_bytes)
-        return seconds, inside, moved
+        free = is_view(node)
+        found = np.zeros((len(options), 3))
+        for i, strategy in enumerate(options):
+            parts = {f: grid.extent(axes) for f, axes in strategy.assigned}
+            moved = 0.0
+            for size, names in tensors:
+                moved += size / math.prod(parts[f] for f in names if f in parts)
+            flops = spec.flops / math.prod(parts.values())
+            seconds = (1 + backward) * compute_seconds(flops, 0.0 if free else moved, *rates)
+            inside = 0.0
+            if spec.exchange is not None:
+                for e in spec.exchange(LocalOp(node, spec, strategy.axes_of, grid)):
+                    link = hardware.link(e.axis, grid)
+                    if e.phase == "forward" or read[0] in self.grads:
+                        moved_bytes = sent(e.kind, grid.axis_size(e.axis), e.elements) * (e.dtype or dtype).itemsize
+                        inside += link_seconds(link, moved_bytes)
+            found[i] = seconds, inside, moved
+        return found
 
     # -- after solving ------------------------------------------------------------------------------
 

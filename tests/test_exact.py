@@ -71,7 +71,7 @@ class Brute:
             if kind == "op":
                 key = (what, option)
                 if key not in self.paid:
-                    compute, inside, _ = p._seconds(what, p.factors.specs[what], option)
+                    ((compute, inside, _),) = p._seconds(what, p.factors.specs[what], [option])
                     self.paid[key] = compute + inside
                 total += self.paid[key]
         for value, slots in p.slots.items():

@@ -20,7 +20,8 @@ from autopar3d.passes.rewrite import rewrite
 from autopar3d.plan import Plan
 from autopar3d.program import Program
 from autopar3d.ranks.launch import Pool
-from autopar3d.search.estimate import estimate
+from autopar3d.search import grids
+from autopar3d.search.estimate import estimate, memory
 from autopar3d.search.factors import Factors
 from autopar3d.search.grids import distinct
 from autopar3d.step import Options, decide
@@ -85,6 +86,22 @@ def test_no_single_grid_is_predicted_to_be_faster() -> None:
         assert best.seconds <= plan.seconds * (1 + 1e-9)
 
 
+def test_what_is_not_estimated_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    full = autopar3d.plan(mlp(), "auto", world_size=16, hardware="h100", **HOW)
+    assert all(c.seconds is not None for c in full.candidates)
+    monkeypatch.setattr(grids, "_FEWEST", 4)
+    monkeypatch.setattr(grids, "_ESTIMATED", 0)
+    quick = autopar3d.plan(mlp(), "auto", world_size=16, hardware="h100", **HOW)
+    assert (quick.grid, quick.replicas, quick.hash) == (full.grid, full.replicas, full.hash)
+    behind = [c for c in quick.candidates if c.seconds is None]
+    assert len(behind) == len(full.candidates) - 4 and quick.candidates[4:] == tuple(behind)
+    costs = [c.objective for c in behind]
+    assert costs == sorted(costs) and costs[0] >= max(c.objective for c in quick.candidates[:4])
+    assert all("not estimated" in c.why for c in behind)
+    assert "not estimated" in str(quick) and "not estimated" in quick.to_html()
+    assert Plan.from_dict(quick.to_dict()) == quick
+
+
 def test_it_runs_in_simulation() -> None:
     sim = autopar3d.simulate(mlp(), "auto", torch.ones(8, 64), world_size=4)
     assert torch.allclose(sim(torch.ones(8, 64)), mlp()(torch.ones(8, 64)), atol=1e-6)
@@ -108,7 +125,7 @@ def estimated(program: Program, grid: Grid, regather: str) -> tuple[float, int]:
     factors = Factors(program.graph.graph)
     decisions = decide(program, factors, grid, PROFILES["cpu"], Options(regather=regather))
     local = rewrite(program, factors, decisions, regather=regather)
-    found = estimate(program, factors, decisions, local, regather=regather)
+    found = estimate(program, decisions, local, memory(program, factors, decisions, regather))
     assert found.compute <= found.seconds <= decisions.cost + found.compute
     return found.seconds, found.memory["activations"]
 

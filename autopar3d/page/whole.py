@@ -95,18 +95,19 @@ def _traffic(plan: Plan) -> str:
 def _ranking(plan: Plan) -> str:
     if not plan.candidates:
         return ""
-    slowest = max(c.seconds for c in plan.candidates) or 1.0
+    slowest = max(c.seconds or 0.0 for c in plan.candidates) or 1.0
     rows = []
     for c in plan.candidates:
-        busy, waits = 160 * (c.seconds - c.exposed) / slowest, 160 * c.exposed / slowest
+        seconds, exposed = c.seconds or 0.0, c.exposed or 0.0
+        busy, waits = 160 * (seconds - exposed) / slowest, 160 * exposed / slowest
         bars = (
             f"<div class='ap3d-bars'><div class='ap3d-bar' style='width:{busy:.0f}px'></div>"
             f"<div class='ap3d-wait' style='width:{waits:.0f}px'></div></div>"
         )
-        scheduled = second_text(c.scheduled) if c.scheduled is not None else "-"
-        numbers = (second_text(c.seconds), scheduled, second_text(c.exposed), byte_text(c.bytes), byte_text(c.memory))
-        times = f", {c.replicas} replicas" if c.replicas > 1 else ""
-        rows.append((" × ".join(map(str, c.grid)) + times, bars, *numbers, escape(c.why)))
+        times = ["-" if t is None else second_text(t) for t in (c.seconds, c.scheduled, c.exposed)]
+        numbers = (*times, "-" if c.bytes is None else byte_text(c.bytes), byte_text(c.memory))
+        replicas = f", {c.replicas} replicas" if c.replicas > 1 else ""
+        rows.append((" × ".join(map(str, c.grid)) + replicas, bars, *numbers, escape(c.why)))
     header = ("grid", "", "estimate", "scheduled", "waits", "sent", "kept", "why")
     return (
         "<h2 id='grids'>Grids considered</h2><div class='ap3d-key'>"

@@ -188,9 +188,9 @@ def _candidates(plan: Plan) -> str:
     for c in plan.candidates:
         times = f" x{c.replicas}" if c.replicas > 1 else ""
         grid = "(" + ", ".join(map(str, c.grid)) + ")" + times + (f" +{len(c.same)}" if c.same else "")
-        after = "-" if c.scheduled is None else second_text(c.scheduled)
-        seconds = second_text(c.seconds), after, second_text(c.compute), second_text(c.exposed)
-        rows.append((grid, *seconds, byte_text(c.bytes), byte_text(c.memory), c.why))
+        seconds = ["-" if t is None else second_text(t) for t in (c.seconds, c.scheduled, c.compute, c.exposed)]
+        sent = "-" if c.bytes is None else byte_text(c.bytes)
+        rows.append((grid, *seconds, sent, byte_text(c.memory), c.why))
     title = (
         "Grids considered (xr: r replicas; +n: n others differ in the order of axes only; "
         "kept: weights, gradients, AdamW, saved)"

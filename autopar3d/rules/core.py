@@ -227,8 +227,10 @@ def operands(node: Node) -> list[Node]:
             for y in x.values():
                 visit(y)
 
-    visit(node.args)
-    visit(node.kwargs)
+    for x in node.args:
+        visit(x)
+    if node.kwargs:
+        visit(node.kwargs)
     return found
 
 

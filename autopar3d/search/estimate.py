@@ -47,10 +47,8 @@ class Estimate:
     memory: dict[str, int]
 
 
-def estimate(
-    program: Program, factors: Factors, decisions: Decisions, local: LocalProgram, *, regather: str
-) -> Estimate:
-    """Predict a step from what propagate and rewrite found."""
+def estimate(program: Program, decisions: Decisions, local: LocalProgram, memory: dict[str, int]) -> Estimate:
+    """Predict a step from what propagate and rewrite found; `memory`: see the function."""
     clock = _Clock(program, decisions, local)
     clock.forward()
     clock.backward()
@@ -58,7 +56,6 @@ def estimate(
     for m in local.movements:
         for t in m.transfers:
             sent[t.axis] += t.elements * m.dtype.itemsize
-    memory = _memory(program, factors, decisions, local, regather)
     return Estimate(clock.now, decisions.compute + clock.copying, clock.exposed, sent, memory)
 
 
@@ -161,15 +158,18 @@ class _Clock:
                 self.drained, self.last = through, m.axis
 
 
-def _memory(
-    program: Program, factors: Factors, decisions: Decisions, local: LocalProgram, regather: str
-) -> dict[str, int]:
+def memory(program: Program, factors: Factors, decisions: Decisions, regather: str) -> dict[str, int]:
+    """Bytes of parameters, gradients, optimizer state and what is saved for backward, on one rank."""
     grid, nodes = decisions.grid, {n.name: n for n in program.graph.graph.nodes}
     parameters = trained = 0
-    for argument, layout in zip(program.arguments, local.arguments, strict=True):
+    for argument in program.arguments:
         if argument.kind == "parameter":
-            val = nodes[argument.node].meta["val"]
-            size = math.prod(layout.local_shape(val.shape, grid)) * val.dtype.itemsize
+            node = nodes[argument.node]
+            val = node.meta["val"]
+            size = val.numel() * val.dtype.itemsize
+            if node in factors.values:  # else nobody reads it
+                layout = factors.values[node].layout(decisions.storage[argument.node], grid)
+                size = math.prod(layout.local_shape(val.shape, grid)) * val.dtype.itemsize
             parameters += size
             trained += size * argument.requires_grad
     saved = sum(saved_shards(program, factors, decisions, regather).values())

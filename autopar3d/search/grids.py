@@ -1,9 +1,9 @@
 """Choosing the grid: every way to lay so many devices out, planned and compared by predicted step time.
 
-Each grid, with every number of replicas, is planned, its layouts are written out, and its step is estimated
-(`estimate`). The best few, as many as a model of this size allows, are emitted and scheduled, and of these the fastest
-is taken. Grids whose axes have the same sizes on the same links are one candidate. What would not fit into a device's
-memory comes last.
+Each grid, with every number of replicas, is planned exactly. The plans with the least objective, as many as a model of
+this size allows, are written out and their step is estimated (`estimate`), with what runs beside what. The best few of
+these are emitted and scheduled, and the fastest is taken. Grids whose axes have the same sizes on the same links are
+one candidate. What would not fit into a device's memory comes last.
 """
 
 from __future__ import annotations
@@ -25,12 +25,15 @@ from ..schedule import in_best_lanes
 from ..step import Options, Step, build_step, decide, decide_within
 from ..timelines.timeline import timeline
 from . import padding
-from .estimate import Estimate, estimate
+from .estimate import Estimate, estimate, memory
 from .factors import Factors
 
 # So many candidates are scheduled: up to `_MOST`, of graphs with this many nodes together.
 _MOST = 4
 _NODES = 4000
+# So many have their step estimated: at least these, and of graphs with this many nodes together.
+_FEWEST = 12
+_ESTIMATED = 30_000
 # With a memory budget, so many that should fit are emitted in search of one that does.
 _TRIES = 6
 # So often is one of them made smaller, until it fits.
@@ -54,17 +57,25 @@ class _Trial:
     options: Options
     factors: Factors
     decisions: Decisions
-    estimate: Estimate
+    memory: dict[str, int]  # as `Estimate.memory`
+    estimate: Estimate | None  # None where the objective alone put it behind
     same: tuple[str, ...]
     how: str = ""  # what makes it smaller than the fastest plan
 
     @property
     def fixed(self) -> int:
-        return sum(self.estimate.memory[k] for k in ("parameters", "gradients", "optimizer"))
+        return sum(self.memory[k] for k in ("parameters", "gradients", "optimizer"))
 
     @property
     def kept(self) -> int:
-        return sum(self.estimate.memory.values())
+        return sum(self.memory.values())
+
+    @property
+    def rank(self) -> tuple[float, ...]:
+        """Sorts by predicted time. What was not estimated comes behind, by objective."""
+        if self.estimate is None:
+            return (1.0, self.decisions.cost)
+        return (0.0, self.estimate.seconds)
 
 
 @dataclass(frozen=True)
@@ -105,8 +116,13 @@ def choose(
             step_done(number)
             for level in levels:
                 trials.append(_tried(program, grid, same, hardware, replace(options, regather=level), factors))
-    trials.sort(key=lambda t: (t.kept > hardware.capacity, t.estimate.seconds, t.kept, t.grid.replicas, t.grid.sizes))
-    count = max(1, min(_MOST, _NODES // max(1, len(program.graph.graph.nodes))))
+        nodes = max(1, len(program.graph.graph.nodes))
+        room = hardware.capacity if options.memory_budget is None else math.inf
+        trials.sort(key=lambda t: (t.kept > room, t.decisions.cost))
+        compared = max(_FEWEST, _ESTIMATED // nodes)
+        trials = [_estimated(program, t) if i < compared else t for i, t in enumerate(trials)]
+    trials.sort(key=lambda t: (t.kept > hardware.capacity, t.rank, t.kept, t.grid.replicas, t.grid.sizes))
+    count = max(1, min(_MOST, _NODES // nodes))
     budget = options.memory_budget
     built = _fitting(program, hardware, trials, count, budget)
     found = [b for b in built if budget is None or b.needed <= budget]
@@ -116,8 +132,9 @@ def choose(
     found.sort(key=lambda b: b.seconds)
     first = found[0]
     rest = sorted((b for b in built if b not in found), key=lambda b: b.seconds)
-    emitted = [b.trial for b in built]
-    ranked = [(b.trial, b) for b in (*found, *rest)] + [(t, None) for t in trials if t not in emitted]
+    emitted = {(b.trial.grid, b.trial.options.regather) for b in built}
+    others = [(t, None) for t in trials if (t.grid, t.options.regather) not in emitted]
+    ranked = [*((b.trial, b) for b in (*found, *rest)), *others]
     candidates = tuple(_candidate(t, b, first, budget, hardware) for t, b in ranked)
     note = ""
     if budget is not None:
@@ -213,9 +230,14 @@ def _less(program: Program, hardware: Hardware, trial: _Trial, less: float, *, r
         how = trial.how if again in trial.how else ", ".join(h for h in (trial.how, again) if h)
         return replace(trial, options=replace(trial.options, free=less), how=how)
     decisions = decide_within(program, trial.factors, trial.grid, hardware, trial.options, less)
-    local = rewrite(program, trial.factors, decisions, regather=trial.options.regather)
-    guess = estimate(program, trial.factors, decisions, local, regather=trial.options.regather)
-    return replace(trial, decisions=decisions, estimate=guess, how="layouts that keep less")
+    kept = memory(program, trial.factors, decisions, trial.options.regather)
+    fewer = replace(trial, decisions=decisions, memory=kept, estimate=None, how="layouts that keep less")
+    return _estimated(program, fewer)
+
+
+def _estimated(program: Program, trial: _Trial) -> _Trial:
+    local = rewrite(program, trial.factors, trial.decisions, regather=trial.options.regather)
+    return replace(trial, estimate=estimate(program, trial.decisions, local, trial.memory))
 
 
 def _too_large(best: _Built, budget: int) -> str:
@@ -240,9 +262,8 @@ def _tried(
     program: Program, grid: Grid, same: tuple[str, ...], hardware: Hardware, options: Options, factors: Factors
 ) -> _Trial:
     found, decisions = padding.best(factors, grid, lambda trial: decide(program, trial, grid, hardware, options))
-    local = rewrite(program, found, decisions, regather=options.regather)
-    guess = estimate(program, found, decisions, local, regather=options.regather)
-    return _Trial(grid, options, found, decisions, guess, same)
+    kept = memory(program, found, decisions, options.regather)
+    return _Trial(grid, options, found, decisions, kept, None, same)
 
 
 def distinct(world_size: int, hardware: Hardware) -> Iterator[tuple[Grid, tuple[str, ...]]]:
@@ -263,10 +284,12 @@ def distinct(world_size: int, hardware: Hardware) -> Iterator[tuple[Grid, tuple[
 
 
 def _emit(program: Program, hardware: Hardware, trial: _Trial) -> _Built:
+    if trial.estimate is None:
+        trial = _estimated(program, trial)
     decided = trial.factors, trial.decisions
     step = in_best_lanes(build_step(program, trial.grid, hardware, trial.options, decided=decided), trial.options)
-    memory = make_plan(step, options=trial.options).memory if trial.options.memory_budget is not None else {}
-    return _Built(trial, step, _seconds(step), memory)
+    peaks = make_plan(step, options=trial.options).memory if trial.options.memory_budget is not None else {}
+    return _Built(trial, step, _seconds(step), peaks)
 
 
 def _seconds(step: Step) -> float:
@@ -283,28 +306,32 @@ def _candidate(trial: _Trial, built: _Built | None, best: _Built, budget: int | 
         why = f"needs {byte_text(needed)}: {byte_text(needed - budget)} too much"
     elif budget is None and trial.kept > hardware.capacity >= best.trial.kept:
         why = f"keeps {byte_text(trial.kept)}, a device has {byte_text(hardware.capacity)}"
-    elif built is not None and e.seconds <= best.trial.estimate.seconds:
+    elif e is None:
+        cost, least = trial.decisions.cost, best.trial.decisions.cost
+        why = f"objective {second_text(cost)}, {cost / least:.2f} times that of the chosen: not estimated"
+    elif built is not None and best.trial.estimate is not None and e.seconds <= best.trial.estimate.seconds:
         why = f"{second_text(built.seconds - best.seconds)} slower when scheduled"
     else:
-        why = _why(trial, best.trial)
+        why = _why(e, best.trial.estimate)
     return Candidate(
         grid=trial.grid.sizes,
         replicas=trial.grid.replicas,
         regather=trial.options.regather,
-        seconds=e.seconds,
+        objective=trial.decisions.cost,
+        seconds=None if e is None else e.seconds,
         scheduled=built.seconds if built is not None else None,
-        compute=e.compute,
-        exposed=sum(e.exposed.values()),
-        bytes=sum(e.bytes.values()),
+        compute=trial.decisions.compute if e is None else e.compute,
+        exposed=None if e is None else sum(e.exposed.values()),
+        bytes=None if e is None else sum(e.bytes.values()),
         memory=trial.kept,
         why=why,
         same=trial.same,
     )
 
 
-def _why(trial: _Trial, best: _Trial) -> str:
+def _why(mine: Estimate, least: Estimate | None) -> str:
     """What costs a candidate its time, the largest first."""
-    mine, least = trial.estimate, best.estimate
+    assert least is not None  # the chosen one was emitted, and what is emitted was estimated
     parts = [(mine.compute - least.compute, "more computation")]
     waits, least_waits = sum(mine.exposed.values()), sum(least.exposed.values())
     worst = max(mine.exposed, key=lambda a: mine.exposed[a], default="")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import lru_cache
 from typing import NamedTuple
 
 from ..grid import REPLICAS, Grid
@@ -81,19 +82,25 @@ def strategies(
     passed_on = (REPLICAS,) if role.through else ()
     factors = shardable(spec, grid)
     found = []
-    for lists in ordered_assignments(grid.axes, max(len(factors), 1)):
-        assigned = tuple((f, axes) for f, axes in zip(factors, lists, strict=False) if axes)
-        if sum(map(len, lists)) != sum(len(a) for _, a in assigned):
+    for lists, free in _assignments(grid.axes, len(factors)):
+        if any(axes and spec.sizes[f] % grid.extent(axes) for f, axes in zip(factors, lists, strict=True)):
             continue
-        if any(spec.sizes[f] % grid.extent(axes) for f, axes in assigned):
-            continue
-        free = [a for a in grid.axes if all(a not in axes for _, axes in assigned)]
+        assigned = tuple((f, axes) for f, axes in zip(factors, lists, strict=True) if axes)
         for k in range(len(free) + 1 if spec.linear and through else 1):
             found += [Strategy(assigned, (*passed_on, *passed)) for passed in itertools.combinations(free, k)]
     if not repeat:
         most = max(grid.extent(s.axes) for s in found)
         found = [s for s in found if grid.extent(s.axes) == most]
     return found
+
+
+@lru_cache(maxsize=256)
+def _assignments(axes: tuple[str, ...], places: int) -> tuple[tuple[tuple[tuple[str, ...], ...], tuple[str, ...]], ...]:
+    """Axes in ordered lists at places, each time with the axes that are left."""
+    if not places:
+        return (((), axes),)
+    used = [(lists, {a for held in lists for a in held}) for lists in ordered_assignments(axes, places)]
+    return tuple((lists, tuple(a for a in axes if a not in held)) for lists, held in used)
 
 
 def _under_replicas(spec: OpSpec, grid: Grid, *, through: bool, repeat: bool, factor: str) -> list[Strategy]:

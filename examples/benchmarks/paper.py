@@ -20,7 +20,7 @@ from autopar3d.grid import Grid, factorisations
 from autopar3d.hardware import PROFILES, Hardware, Link
 from autopar3d.passes.rewrite import rewrite
 from autopar3d.running.outputs import with_outputs
-from autopar3d.search.estimate import Estimate, estimate
+from autopar3d.search.estimate import Estimate, estimate, memory
 from autopar3d.search.factors import Factors
 from autopar3d.skeleton import Skeleton
 from autopar3d.step import Options, decide
@@ -65,7 +65,8 @@ class Layer:
         options = replace(self.options, scheme=scheme)
         decisions = decide(self.program, self.factors, Grid(*sizes), hardware, options)
         local = rewrite(self.program, self.factors, decisions, regather=options.regather)
-        return estimate(self.program, self.factors, decisions, local, regather=options.regather)
+        kept = memory(self.program, self.factors, decisions, options.regather)
+        return estimate(self.program, decisions, local, kept)
 
 
 def speedups(devices: int, sizes: list[tuple[int, int, int]], hardware: Hardware) -> list[tuple[object, ...]]:
