@@ -15,6 +15,10 @@ from torch._C._distributed_c10d import _register_process_group as register_proce
 from torch._C._distributed_c10d import _resolve_process_group as resolve_process_group
 from torch._C._distributed_c10d import _unregister_process_group as unregister_process_group
 
+# How vmap puts its dim into a tensor and takes it out again, as a mode of torch functions sees it.
+from torch._functorch.predispatch import _add_batch_dim as add_batch_dim
+from torch._functorch.predispatch import _remove_batch_dim as remove_batch_dim
+
 # What stands in a graph for an op; torch names it publicly only by instances.
 from torch._ops import HigherOrderOperator, OpOverload
 
@@ -75,6 +79,16 @@ def distribution_checks() -> bool:
     return torch.distributions.Distribution._validate_args
 
 
+def hooks_of(tensor: Tensor) -> tuple[Callable[..., Any], ...]:
+    """The functions given to `tensor.register_hook`, in their order."""
+    return tuple((tensor._backward_hooks or {}).values())
+
+
+def post_accumulate_hooks_of(tensor: Tensor) -> tuple[Callable[..., Any], ...]:
+    """The functions given to `tensor.register_post_accumulate_grad_hook`, in their order."""
+    return tuple((tensor._post_accumulate_grad_hooks or {}).values())
+
+
 def keeps_graph() -> bool:
     """Inside a backward: whether it was called with `retain_graph=True`, so that it may be called once more."""
     return torch._C._autograd._get_current_graph_task_keep_graph()  # type: ignore[no-any-return, attr-defined, unused-ignore]
@@ -103,15 +117,19 @@ __all__ = [
     "OpOverload",
     "TorchDispatchMode",
     "TreeSpec",
+    "add_batch_dim",
     "assert_async",
     "distribution_checks",
     "forget_meshes",
     "get_default_store",
+    "hooks_of",
     "inductor",
     "keeps_graph",
     "keystr",
+    "post_accumulate_hooks_of",
     "pytree",
     "register_process_group",
+    "remove_batch_dim",
     "resolve_process_group",
     "set_grad",
     "set_grad_unseen",

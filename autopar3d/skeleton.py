@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from autopar3d.private import FakeTensorMode, tree_map_only
 
+from .capture.hooks import ParameterHooks
 from .errors import TraceError
 from .passes.canonicalize import canonicalize
 from .passes.randomize import randomize
@@ -39,6 +40,7 @@ class Skeleton:
         precision: MixedPrecision = MixedPrecision(),  # noqa: B008  (frozen)
     ) -> None:
         self.mode = FakeTensorMode(allow_non_fake_inputs=True)
+        self.hooks = ParameterHooks.of(model)
         memo: dict[int, Any] = {}
         with self.mode:
             for tensor in (*model.parameters(), *model.buffers()):
@@ -110,7 +112,7 @@ class Skeleton:
             parameter.requires_grad_(trainable.get(name, parameter.requires_grad))
         device = next((p.device for p in self.model.parameters()), torch.device("cpu"))
         fake_args, fake_kwargs = tree_map_only(Tensor, lambda t: self._fake(t, device), (args, kwargs))
-        program = canonicalize(trace(self.model, fake_args, fake_kwargs))
+        program = canonicalize(trace(self.model, fake_args, fake_kwargs, self.hooks))
         if self.stored:
             arguments = tuple(replace(a, stored=self.stored.get(a.names[0])) for a in program.arguments)
             program = replace(program, arguments=arguments)

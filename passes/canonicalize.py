@@ -5,6 +5,7 @@
 - `view` and `_unsafe_view` become `reshape` with the sizes written out: a view may be impossible on the
   strides that a local shard or a backward op has;
 - lazy conjugates are computed;
+- what is written into a whole tensor (`copy`) is an `expand`;
 - `reshape -> (add)mm -> reshape`, HuggingFace's `Conv1D`, becomes `matmul` on the n-d tensor and an `add`
   of the bias: rows keep their batch and sequence dims, and the bias is added once, whatever axes the
   product is partial over. `linear` keeps its bias.
@@ -81,8 +82,8 @@ class _Builder:
             if node.name in self.requires_grad:
                 self.differentiable.add(new)
         else:
-            shorter = self._repeated(node) or self._conv1d(node) or self._reshape(node) or self._cast(node)
-            new = shorter or self._same(node)
+            shorter = self._repeated(node) or self._conv1d(node) or self._reshape(node)
+            new = shorter or self._cast(node) or self._written(node) or self._same(node)
         self.new[node] = new
 
     def finish(self) -> Program:
@@ -135,6 +136,18 @@ class _Builder:
         if node.target is not aten.type_as.default:
             return None
         return self._call(aten._to_copy.default, (self._map(node.args[0]),), node, {"dtype": node.meta["val"].dtype})
+
+    def _written(self, node: Node) -> Node | None:
+        """`copy(x, y)`, y written into all of x, which autograd has no formula for: `expand(y)`, in x's dtype."""
+        if node.target is not aten.copy.default:
+            return None
+        source, wanted = self.new[node.args[1]], node.meta["val"]  # type: ignore[index]
+        if source.meta["val"].dtype != wanted.dtype or source.meta["val"].device != wanted.device:
+            how = {"dtype": wanted.dtype, "device": wanted.device}
+            source = self._call(aten._to_copy.default, (source,), node, how)
+        if source.meta["val"].shape != wanted.shape:
+            source = self._call(aten.expand.default, (source, list(wanted.shape)), node)
+        return source
 
     def _conv1d(self, node: Node) -> Node | None:
         """`reshape(addmm(bias, reshape(x, [-1, k]), w), [..., n])` -> `add(matmul(x, w), bias)`."""

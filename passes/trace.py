@@ -9,6 +9,7 @@ single nodes. What `torch.export` alone would get silently wrong is put right he
 - a buffer that forward assigns is a new value of that buffer, as is one that it changes in place;
 - what a `torch.no_grad()` region computes is detached;
 - a custom `autograd.Function`, whose backward export drops, is one node that applies it;
+- a hook on a tensor's gradient is one, too, that all readers of the tensor read instead of it;
 - a parameter or input that forward changes is an error.
 
 Arguments that are no tensors (None, bool, int, str, ...) are static: the program holds for these values only.
@@ -26,6 +27,7 @@ from torch.export.graph_signature import InputKind, InputSpec, OutputKind, Tenso
 from torch.fx import Graph, GraphModule, Node
 
 from autopar3d.capture.export import TENSOR, Recording, export, own_name
+from autopar3d.capture.hooks import HookedGradient, ParameterHooks
 from autopar3d.capture.pytrees import flatten_input, register_caches
 from autopar3d.capture.regions import traced_region
 from autopar3d.errors import TraceError
@@ -33,12 +35,20 @@ from autopar3d.private import HigherOrderOperator, TreeSpec, keystr, tree_flatte
 from autopar3d.program import Argument, Program, Result, region, source_line
 
 
-def trace(model: nn.Module, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None) -> Program:
+def trace(
+    model: nn.Module,
+    args: tuple[Any, ...] = (),
+    kwargs: dict[str, Any] | None = None,
+    hooks: ParameterHooks | None = None,
+) -> Program:
     """Trace `model(*args, **kwargs)` in the model's present train/eval mode.
 
     The model may live on any device; where it lives on "meta", tensor inputs are taken as meta tensors too.
     It is left as it was, and the program holds none of its tensors: fake values, and copies of plain tensor
     attributes.
+
+    Args:
+        hooks: those of the parameters, where `model` is a copy that has none.
 
     Raises:
         TraceError: the model cannot be made a graph; the message has the user's line and the reason.
@@ -48,7 +58,7 @@ def trace(model: nn.Module, args: tuple[Any, ...] = (), kwargs: dict[str, Any] |
     on_meta = any(p.is_meta for p in model.parameters())
     own = [_own(leaf, on_meta) if isinstance(leaf, Tensor) else leaf for _, leaf in leaves]
     own_args, own_kwargs = tree_unflatten(own, in_spec)
-    return _Assembly(model, export(model, own_args, own_kwargs), leaves).program(in_spec)
+    return _Assembly(model, export(model, own_args, own_kwargs, hooks), leaves).program(in_spec)
 
 
 def _own(leaf: Tensor, on_meta: bool) -> Tensor:
@@ -75,13 +85,20 @@ class _Assembly:
         self.held = {_storage(t): (name, t) for name, t in _plain_attributes(model)}
         self.arguments: list[Argument] = []
         self.constants: dict[str, Tensor] = {}
+        self.hooked: dict[str, list[Node]] = {}  # by the exported name of a tensor, what stands for its hooks
+        for node in self.source.nodes:
+            call = recording.functions.get(node.target)
+            if call is not None and call.cls is HookedGradient:
+                self.hooked.setdefault(node.args[0].name, []).append(node)
 
     def program(self, in_spec: TreeSpec) -> Program:
         self._refuse_mutations()
         self._placeholders()
+        hooks = {hook for hooks in self.hooked.values() for hook in hooks}
         for node in self.source.nodes:
-            if node.op not in ("placeholder", "output"):
+            if node.op not in ("placeholder", "output") and node not in hooks:
                 self._copy(node)
+            self._hook(node)
         results = self._results()
         nodes = {node.name: node for node in self.graph.nodes}
         self.graph.output(tuple(nodes[r.node] for r in results if r.node is not None))
@@ -217,6 +234,21 @@ class _Assembly:
         copy.meta = {key: node.meta.get(key) for key in ("val", "stack_trace", "nn_module_stack")}
         copy.meta["checkpoint"] = traced_region(node)
         self.new[node.name] = copy
+
+    def _hook(self, node: Node) -> None:
+        """Let all that reads a tensor read what its hooks make of it, the first hook last, as backward runs the other
+        way."""
+        for hook in reversed(self.hooked.get(node.name, ())):
+            later = [n.name for n in hook.all_input_nodes if n.name not in self.new]
+            if later:
+                raise TraceError(
+                    f"{self._site(hook)} registers a hook on a tensor that reads {later[0]}, which is computed after "
+                    "that tensor; compute what the hook reads first, or write it as a torch.autograd.Function"
+                )
+            before = self.new[node.name]
+            self._copy(hook)
+            after = self.new[hook.name]
+            self.new.update({name: after for name, new in self.new.items() if new is before})
 
     def _refuse_numbers(self, node: Node) -> None:
         """Raise if a tensor is computed from a number that was read from a tensor."""

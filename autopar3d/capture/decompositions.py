@@ -25,6 +25,7 @@ def decompositions(graph: Graph) -> dict[Any, Callable[..., Any]]:
     # and are refused later.
     dropping = {n.target for n in graph.nodes if n.op == "call_function" and _drops(n)}
     table = {op: parts for op, parts in _composite().items() if op not in dropping and rule_for(op) is None}
+    table |= _UNCHECKED
     table |= {op: functools.partial(_recurrent, op, _composite()[op]) for op in dropping & _RECURRENT}
     # This one changes its running statistics without saying so in its schema: export would lose the change.
     norm = torch.ops.aten.instance_norm.default
@@ -47,6 +48,14 @@ def _drops(node: Node) -> bool:
     given = {**dict(zip(names, node.args, strict=False)), **node.kwargs}
     return "num_layers" in names and bool(given.get("dropout")) and bool(given.get("train"))
 
+
+# torch's own parts check the result on the host, which a graph cannot; a singular matrix gives inf or nan instead.
+_UNCHECKED: dict[Any, Callable[..., Any]] = {
+    torch.ops.aten.linalg_inv.default: lambda a: torch.linalg.inv_ex(a)[0],
+    torch.ops.aten.linalg_cholesky.default: lambda a, upper=False: torch.linalg.cholesky_ex(a, upper=upper)[0],
+    torch.ops.aten.linalg_solve.default: lambda a, b, left=True: torch.linalg.solve_ex(a, b, left=left)[0],
+    torch.ops.aten.linalg_lu_factor.default: lambda a, pivot=True: torch.linalg.lu_factor_ex(a, pivot=pivot)[:2],
+}
 
 _RECURRENT = {torch.ops.aten.lstm.input, torch.ops.aten.gru.input}
 _RECURRENT |= {torch.ops.aten.rnn_tanh.input, torch.ops.aten.rnn_relu.input}

@@ -25,9 +25,11 @@ from torch.fx.node import map_arg
 
 from autopar3d.capture.decompositions import decompositions
 from autopar3d.capture.functions import FunctionCall, Recorded, recording
+from autopar3d.capture.hooks import HookedGradient, Hooks, ParameterHooks
+from autopar3d.capture.keywords import hide_keywords, show_keywords
 from autopar3d.capture.pytrees import flatten_output
 from autopar3d.capture.regions import Regions
-from autopar3d.capture.substitutes import substitutes
+from autopar3d.capture.substitutes import Functions, substitutes
 from autopar3d.errors import TraceError
 from autopar3d.private import FakeTensor, TreeSpec, tree_leaves
 from autopar3d.program import source_line
@@ -45,7 +47,7 @@ class Recording:
     """One exported call."""
 
     program: ExportedProgram
-    """Of the model wrapped so that it returns the output's tensors as a flat tuple."""
+    """Of the model wrapped so that it returns the output's tensors as a flat tuple; after these, what is hooked."""
     outputs: list[tuple[str, Any]]
     """Path and value of every leaf of the output, a tensor's value being `TENSOR`."""
     out_spec: TreeSpec
@@ -59,14 +61,16 @@ TENSOR = object()
 """Stands for a tensor among `Recording.outputs`: the next one of those the program returns."""
 
 
-def export(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Recording:
+def export(
+    model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], hooks: ParameterHooks | None = None
+) -> Recording:
     """Export `model(*args, **kwargs)` to a functional graph of aten ops, leaving the model as it was.
 
     Raises:
         TraceError: export failed, or would have dropped a gradient.
     """
-    wrapped = _Flat(model)
-    keeping = recording(is_pointwise)
+    wrapped = _Flat(model, hooks or ParameterHooks())
+    keeping = recording(is_pointwise, HookedGradient)
     with (
         _left_as_it_was(model),
         substitutes(model),
@@ -78,7 +82,9 @@ def export(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> R
             program = torch.export.export(wrapped, args, kwargs, strict=False)
             _refuse_hidden_tensors(program, model)
             _inline_grad_regions(program.graph_module)
+            renamed = hide_keywords(program)
             program = program.run_decompositions(decompositions(program.graph))
+            show_keywords(program, renamed)
         except TraceError:
             raise
         except Exception as error:
@@ -98,7 +104,7 @@ class _Seen:
 class _Flat(nn.Module):
     """The model, returning its output's tensors as a flat tuple; `seen` keeps what a tuple cannot say."""
 
-    def __init__(self, model: nn.Module) -> None:
+    def __init__(self, model: nn.Module, on_parameters: ParameterHooks) -> None:
         super().__init__()
         self.model = model
         self.seen = seen = _Seen()
@@ -107,7 +113,8 @@ class _Flat(nn.Module):
         @functools.wraps(model.forward)  # export names the placeholders after this signature
         def forward(*args: Any, **kwargs: Any) -> tuple[Tensor, ...]:
             before = dict(model.named_buffers())
-            with Regions() as regions:
+            with Hooks(model, on_parameters) as hooks, Regions() as regions, Functions():
+                hooks.register_all()
                 output = model(*args, **kwargs)
                 _write_back(model, before)
             leaves, spec = flatten_output(output)
@@ -122,7 +129,7 @@ class _Flat(nn.Module):
             seen.outputs = [(path, TENSOR if isinstance(leaf, Tensor) else leaf) for path, leaf in leaves]
             seen.spec = spec
             seen.selective = regions.selective
-            return tensors
+            return (*tensors, *hooks.made)
 
         self.forward = forward
 

@@ -106,8 +106,8 @@ class Recorded:
 
 
 @contextlib.contextmanager
-def recording(pointwise: Callable[[Any], bool]) -> Iterator[Recorded]:
-    """Within, a traced call of a custom function is one node of the traced graph.
+def recording(pointwise: Callable[[Any], bool], *own: type[torch.autograd.Function]) -> Iterator[Recorded]:
+    """Within, a traced call of a custom function, and of each of our `own`, is one node of the traced graph.
 
     Only the user's own classes are touched (their `forward`, and only meanwhile): `apply` may have been taken from
     them long before, as in `relu = MyReLU.apply`, and looks `forward` up anew.
@@ -116,7 +116,7 @@ def recording(pointwise: Callable[[Any], bool]) -> Iterator[Recorded]:
     recorder = _Recorder(library, Recorded(), pointwise)
     # Each has one of its own, an inherited one too: it must know which class is meant.
     forwards: dict[Any, Any] = {
-        cls: cls.forward for cls in _classes(torch.autograd.Function) if hasattr(cls, "forward")
+        cls: cls.forward for cls in (*_classes(torch.autograd.Function), *own) if hasattr(cls, "forward")
     }
     with contextlib.ExitStack() as stack:
         stack.callback(library._destroy)

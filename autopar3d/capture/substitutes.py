@@ -1,4 +1,4 @@
-"""What torch computes by looking at values, in a form that one graph can hold: see `substitutes`."""
+"""What torch computes by looking at values, or out of the tracer's sight, in a form that a graph can hold."""
 
 from __future__ import annotations
 
@@ -15,17 +15,18 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from autopar3d.errors import TraceError
-from autopar3d.private import distribution_checks
+from autopar3d.private import add_batch_dim, distribution_checks, remove_batch_dim
 from autopar3d.rules.ctc import ctc_losses
 
 
 @contextlib.contextmanager
 def substitutes(model: nn.Module) -> Iterator[None]:
-    """While a model is traced: the same results from torch's own functions and modules, with no look at a value.
+    """While a model is traced: the same results from torch's own modules and, with `Functions`, functions.
 
     - gaussian_nll_loss checks for a negative variance, ctc_loss takes lengths as Python numbers;
     - distributions check their arguments, which is left out;
     - rrelu and multinomial draw numbers of their own: here by ops whose draws are the same on every grid;
+    - vmap moves its dim in a way that is not traced;
     - nn.TransformerEncoder and nn.TransformerDecoder look whether a mask is causal, which only picks a kernel;
     - a batch norm with momentum=None divides by the number of batches that it has seen.
     """
@@ -41,8 +42,7 @@ def substitutes(model: nn.Module) -> Iterator[None]:
     checks = distribution_checks()
     torch.distributions.Distribution.set_default_validate_args(False)
     try:
-        with _Functions():
-            yield
+        yield
     finally:
         torch.distributions.Distribution.set_default_validate_args(checks)
         for handle in hooks:
@@ -52,7 +52,9 @@ def substitutes(model: nn.Module) -> Iterator[None]:
 _BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
 
 
-class _Functions(TorchFunctionMode):
+class Functions(TorchFunctionMode):
+    """Entered around a model's forward while it is traced, inside of the tracer's own modes: see `substitutes`."""
+
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         return _FUNCTIONS.get(func, func)(*args, **(kwargs or {}))
 
@@ -119,12 +121,25 @@ def _multinomial(input: Tensor, num_samples: int, replacement: bool = False, *, 
     return (each / torch.empty_like(each).exponential_()).argmax(-1)
 
 
+# The moves of vmap's dim in the open: torch's own are not traced.
+
+
+def _add_batch_dim(self: Tensor, batch_dim: int, level: int) -> Tensor:
+    return add_batch_dim(self.movedim(batch_dim, 0), 0, level)
+
+
+def _remove_batch_dim(self: Tensor, level: int, batch_size: int, out_dim: int) -> Tensor:
+    return remove_batch_dim(self, level, batch_size, 0).movedim(0, out_dim)
+
+
 _FUNCTIONS: dict[Any, Callable[..., Any]] = {
     F.gaussian_nll_loss: _gaussian_nll_loss,
     F.ctc_loss: _ctc_loss,
     F.rrelu: _rrelu,
     torch.multinomial: _multinomial,
     Tensor.multinomial: _multinomial,
+    add_batch_dim: _add_batch_dim,
+    remove_batch_dim: _remove_batch_dim,
 }
 
 

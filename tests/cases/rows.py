@@ -11,7 +11,7 @@ import json
 import re
 import sys
 import types
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -102,6 +102,12 @@ def differences(name: str, found: Any, wanted: Any, tol: float | None, scale: fl
     if type(wanted).__name__ != type(found).__name__ or found != wanted:
         return [f"{name}: {found!r}, not {wanted!r}"]
     return []
+
+
+def coarsest(values: Iterable[Any]) -> float | None:
+    """The widest of the values' tolerances: a double is no better than the floats that it was computed from."""
+    dtypes = {v.dtype for v in values if isinstance(v, Tensor) and (v.is_floating_point() or v.is_complex())}
+    return max((_TOLERANCES.get(dtype, _COARSE) for dtype in dtypes), default=None)
 
 
 def _tensors(name: str, found: Any, wanted: Any, tol: float | None, scale: float) -> list[str]:

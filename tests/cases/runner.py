@@ -23,7 +23,7 @@ from autopar3d.grid import Grid
 from autopar3d.step import Options
 
 from .apis import EagerApi, ParallelApi, RankApi, SimulatedApi, Witness, issued
-from .rows import Case, differences, says
+from .rows import Case, coarsest, differences, says
 
 Compile = Callable[[nn.Module, Any, Any], nn.Module]
 Answers = dict[str, Any]
@@ -118,6 +118,7 @@ def _beside_one_device(case: Case, found: dict[str, Any]) -> list[str]:
         step, driven = wanted["answers"], wanted["driver"]
     else:
         step, driven = _step(*case.make(), api), {}
+    tol = case.tol if case.tol is not None else coarsest(step.values())
     gradients = [t for name, t in step.items() if name.startswith("gradient") and t is not None and t.numel()]
     largest = max((float(t.abs().max()) for t in gradients), default=1.0)
     problems = []
@@ -126,7 +127,7 @@ def _beside_one_device(case: Case, found: dict[str, Any]) -> list[str]:
     for name in step:
         if name in found["answers"]:
             floor = largest if name.startswith("gradient") else 1.0
-            problems += differences(name, found["answers"][name], step[name], case.tol, floor)
+            problems += differences(name, found["answers"][name], step[name], tol, floor)
     if found["size"] == 1 and found["issued"]:
         problems.append(f"a grid of one device issues {len(found['issued'])} collectives")
     if case.driver_code:
@@ -135,9 +136,9 @@ def _beside_one_device(case: Case, found: dict[str, Any]) -> list[str]:
         if found["random"]:
             # Facts must be as on one device; of values, one that our random numbers decide is as on the grid of one.
             for k, v in eager.items():
-                if isinstance(v, Tensor) and _driver({k: found["driver"].get(k)}, {k: v}, case.tol):
+                if isinstance(v, Tensor) and _driver({k: found["driver"].get(k)}, {k: v}, tol):
                     eager[k] = driven[k]
-        problems += _driver(found["driver"], eager, case.tol)
+        problems += _driver(found["driver"], eager, tol)
     return problems
 
 
