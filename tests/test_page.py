@@ -15,7 +15,9 @@ from torch import nn
 
 import autopar3d
 from autopar3d.errors import PlanError
+from autopar3d.page.style import AXIS_COLOURS, STYLE
 from autopar3d.plan import Plan
+from autopar3d.timelines.recording import COLOURS
 
 BROWSER = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome") or ""
 
@@ -133,6 +135,36 @@ def test_in_notebooks_and_from_files(cube: Plan, tmp_path: Path) -> None:
 def test_memory_as_a_picture(cube: Plan, tmp_path: Path) -> None:
     cube.plot_memory(tmp_path / "m.png")
     assert (tmp_path / "m.png").read_bytes().startswith(b"\x89PNG")
+
+
+# Okabe and Ito's colours, which people with any kind of colour blindness can tell apart.
+TOLD_APART = {"#000000", "#E69F00", "#56B4E9", "#009E73", "#F0E442", "#0072B2", "#D55E00", "#CC79A7"}
+
+
+def _contrast(one: str, other: str) -> float:
+    """As WCAG 2 has it."""
+
+    def light(colour: str) -> float:
+        parts = [int(colour[i : i + 2], 16) / 255 for i in (1, 3, 5)]
+        red, green, blue = (v / 12.92 if v <= 0.04045 else ((v + 0.055) / 1.055) ** 2.4 for v in parts)
+        return 0.2126 * red + 0.7152 * green + 0.0722 * blue
+
+    dark, bright = sorted((light(one), light(other)))
+    return (bright + 0.05) / (dark + 0.05)
+
+
+def test_colours_can_be_read_and_told_apart(cube: Plan) -> None:
+    assert _contrast("#000000", "#ffffff") == pytest.approx(21)
+    themes = [dict(re.findall(r"--(\w+): (#\w{6})", part)) for part in STYLE.split("@media")]
+    assert len(themes) == 2 and all(set(t) == {"ink", "faint", "line", "ground", "panel", "curve"} for t in themes)
+    for theme in themes:
+        for letters in ("ink", "faint"):
+            assert min(_contrast(theme[letters], theme[ground]) for ground in ("ground", "panel")) >= 4.5
+        assert _contrast(theme["curve"], theme["ground"]) >= 3
+    for colours in (AXIS_COLOURS, COLOURS):
+        assert len(set(colours.values())) == len(colours) and {c.upper() for c in colours.values()} <= TOLD_APART
+    ids = [attrs["id"] for _, attrs in Parsed(cube.to_html()).tags if "id" in attrs]
+    assert len(ids) == len(set(ids))
 
 
 # -- in a browser ----------------------------------------------------------------------------------------------------

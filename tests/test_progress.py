@@ -67,6 +67,30 @@ def test_lines_bar_and_silence() -> None:
     assert _work("lines", 0.1)[1] == "" and _work("bar", 0.1)[1] == ""
 
 
+def test_a_long_stage_says_that_it_runs() -> None:
+    for show in ("bar", "lines", "off"):
+        out, clock = io.StringIO(), Clock()
+        watch = Watch("compile", show, out, clock)
+        with watch.stage("comparing grids", 4) as done:
+            done(1)
+            with watch.stage("planning", None):
+                for _ in range(24):
+                    clock.now += 1.0
+                    watch.tick()
+        said = out.getvalue()
+        if show == "bar":
+            frames = said.split("\r")
+            assert "autopar3d [######------------------] comparing grids 1/4: planning  9 s" in map(str.rstrip, frames)
+            assert len(frames) > 20
+        elif show == "lines":
+            assert said.splitlines()[:2] == [
+                "autopar3d: comparing grids 1/4, planning, 10 s so far",
+                "autopar3d: comparing grids 1/4, planning, 20 s so far",
+            ]
+        else:
+            assert said == ""
+
+
 def test_a_failure_clears_the_bar(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setenv("AUTOPAR3D_PROGRESS", "bar")
     monkeypatch.setattr("autopar3d.progress._MOMENT", -1.0)

@@ -55,5 +55,6 @@ def does(plan: Plan, axis: str) -> str:
             continue
         for word, axes_of in re.findall(r"(\S+?)[=:]([rxyz]+)", op.roles):
             if axis in axes_of:
-                found["repeats work" if word == "repeat" else _ROLES.get(word, f"cuts {word}")] += 1
+                role = "sums gradients" if axis == "r" and word == "b" else _ROLES.get(word, f"cuts {word}")
+                found["repeats work" if word == "repeat" else role] += 1
     return ", ".join(f"{what} ({n})" for what, n in found.most_common()) or "-"

@@ -163,9 +163,13 @@ def _fitting(
     program: Program, hardware: Hardware, trials: list[_Trial], count: int, budget: int | None
 ) -> list[_Built]:
     """The first candidates that fit, emitted, and those that turned out not to on the way."""
-    if budget is None:
-        return [_emit(program, hardware, t) for t in trials[:count]]
     built: list[_Built] = []
+    if budget is None:
+        with stage("emitting the best grids", min(count, len(trials))) as step_done:
+            for number, trial in enumerate(trials[:count]):
+                step_done(number)
+                built.append(_emit(program, hardware, trial))
+        return built
     order = [t for t in trials if t.fixed <= budget]
     # Last, what needs least: whether anything fits hangs on it.
     least = min(trials, key=lambda t: t.kept)
