@@ -85,8 +85,9 @@ def compile(  # noqa: A001  (as torch.compile)
         plan: a plan of this model on this grid, from `plan(...)` or `Plan.load(path)`, to be carried out instead of
             searching for one. Calls of other shapes are planned anew, with the parameters as it stores them.
         strict: make it an error when something is kept whole or has no rule.
-        check: None compares the inputs across ranks at the first call of each plan; True at every call, and the traced
-            graph with the model on the examples; False never.
+        check: None compares the inputs across ranks at the first call of each plan; False never. True is for finding
+            what is wrong: at every call it compares inputs, train/eval modes and requires_grad, before every graph
+            which one the ranks are about to run, and at first the traced graph with the model on the examples.
         memory_budget: bytes per device that a training step may need: parameters, gradients, AdamW's state, what is
             saved for backward, and the working set. The fastest plan found that fits is taken: in other layouts, or
             computing values again in backward; with grid="auto" of the best grids, with regather="auto" of all three.
@@ -133,7 +134,13 @@ def compile(  # noqa: A001  (as torch.compile)
             "all ranks must pass the same model and inputs",
         )
     connection = runtime.connect(compiler.grid, compiler.device.type)
-    compiler.executor = RankExecutor(compiler.grid, *connection, sharded_inputs=inputs == "sharded", backend=backend)
+    compiler.executor = RankExecutor(
+        compiler.grid,
+        *connection,
+        sharded_inputs=inputs == "sharded",
+        backend=backend,
+        compare=runtime.compare_runs if check else None,
+    )
     return compiler.module(model, example_inputs, example_kwargs)
 
 

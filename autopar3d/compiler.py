@@ -143,10 +143,11 @@ class Compiler(Engine):
         bind(module, prepared, self.executor)
         return prepared
 
-    def compare(self, leaves: Leaves, *, first: bool) -> None:
+    def compare(self, module: ParallelModule, leaves: Leaves, *, first: bool) -> None:
         wanted = self.check is None if first else self.check
         if wanted and isinstance(self.executor, RankExecutor):
-            runtime.compare_inputs(leaves, values=not self.executor.sharded_inputs)
+            state = [] if first else module.called_with()
+            runtime.compare_inputs(leaves, values=not self.executor.sharded_inputs, state=state)
 
     @_settled
     def step(

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.fx import Graph, GraphModule
 from torch.optim import Optimizer
 
-from autopar3d.private import TreeSpec, tree_unflatten
+from autopar3d.private import TreeSpec, inside_transform, tree_unflatten
 
 from .capture.pytrees import flatten_input
 from .collectives import collectives
@@ -26,6 +26,7 @@ from .counter import RandomState
 from .errors import AutoPar3DError, InputError, StateError, TraceError
 from .layout import Layout
 from .precision import ambient
+from .ranks import postmortem
 from .ranks.sampling import data_place
 from .running import state, tree
 from .running.call import Leaves, Prepared, bind, rebuild, refuse_differences, refuse_places
@@ -49,8 +50,8 @@ class Engine:
         """Plan a call; the first time, give the module its tensors."""
         raise NotImplementedError
 
-    def compare(self, leaves: Leaves, *, first: bool) -> None:
-        """Refuse inputs that differ between ranks, if that is to be checked; `first`: of the calls of this plan."""
+    def compare(self, module: ParallelModule, leaves: Leaves, *, first: bool) -> None:
+        """Refuse a call that differs between ranks, if that is to be checked; `first`: of the calls of this plan."""
         raise NotImplementedError
 
 
@@ -178,15 +179,20 @@ class ParallelModule(GraphModule):
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         calls: _Calls = self.__dict__["_ap3d"]
         leaves, in_spec = flatten_input(args, kwargs)
+        if inside_transform():
+            raise InputError(
+                "torch.func's transforms (grad, vmap, jvp and those made of them) do not go through a parallel module; "
+                "torch.autograd.grad gives gradients, and torch.func.functional_call takes other parameters"
+            )
         refuse_places(leaves, calls.engine.device)
-        calls.engine.compare(leaves, first=False)
+        calls.engine.compare(self, leaves, first=False)
         planned = calls.last
         key = self._key(in_spec, leaves)
         prepared = calls.steps.get(key)
         if prepared is None:
             prepared = self._plan_call(args, kwargs)
         if not prepared.has_run:
-            calls.engine.compare(leaves, first=True)
+            calls.engine.compare(self, leaves, first=True)
         calls.uninitialized.check()
         if prepared is not calls.last:
             self._show(prepared)
@@ -308,6 +314,21 @@ class ParallelModule(GraphModule):
         trainable = tuple(p.requires_grad for _, p in super().named_parameters())
         return (str(in_spec), signature, modes, trainable, ambient())
 
+    def called_with(self) -> list[tuple[str, str]]:
+        """What a call depends on beside its inputs, as text by name: must be the same on all ranks."""
+        parts = self.named_modules(remove_duplicate=False)
+        named = super().named_parameters()
+        return [
+            (
+                "train/eval mode",
+                " ".join(f"{path or 'model'}:{'train' if m.training else 'eval'}" for path, m in parts),
+            ),
+            ("requires_grad of parameters", " ".join(f"{name}:{p.requires_grad}" for name, p in named)),
+            ("torch.is_grad_enabled()", str(torch.is_grad_enabled())),
+            ("no_sync()", str(self.__dict__["_ap3d"].deferral.on)),
+            ("autocast", str(ambient())),
+        ]
+
     def _show(self, prepared: Prepared) -> None:
         """Let `graph` and `code` be those of the step that runs."""
         self.__dict__["_ap3d"].last = prepared
@@ -347,7 +368,8 @@ class ParallelModule(GraphModule):
             StateError: something does not fit (all of it is listed, nothing is loaded), or nothing is planned yet.
         """
         self._prepared  # noqa: B018
-        return state.load(self, state_dict, strict=strict, assign=assign)
+        with postmortem.together("load_state_dict()"):
+            return state.load(self, state_dict, strict=strict, assign=assign)
 
     def full_state_dict(self) -> dict[str, Tensor]:
         """What the plain model's `load_state_dict` takes: plain CPU tensors, on every rank. All ranks must call it.
@@ -356,11 +378,13 @@ class ParallelModule(GraphModule):
             StateError: nothing is planned yet.
         """
         self._prepared  # noqa: B018
-        return state.full_state_dict(self)
+        with postmortem.together("full_state_dict()"):
+            return state.full_state_dict(self)
 
     def full_optim_state_dict(self, optimizer: Optimizer) -> dict[str, Any]:
         """What the same optimizer over the plain model's parameters loads, on every rank. All ranks must call it."""
-        return state.full_optimizer_state(optimizer)
+        with postmortem.together("full_optim_state_dict()"):
+            return state.full_optimizer_state(optimizer)
 
     def load_full_optim_state_dict(self, optimizer: Optimizer, state_dict: Mapping[str, Any]) -> None:
         """The way back: load the plain optimizer's state dict into one over these parameters.
@@ -368,7 +392,8 @@ class ParallelModule(GraphModule):
         Raises:
             StateError: it is of other groups or shapes.
         """
-        state.load_full_optimizer_state(self, optimizer, state_dict)
+        with postmortem.together("load_full_optim_state_dict()"):
+            state.load_full_optimizer_state(self, optimizer, state_dict)
 
     def random_state(self) -> dict[str, int]:
         """What the random numbers of later calls depend on: save it beside `state_dict()` to resume exactly."""

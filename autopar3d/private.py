@@ -94,6 +94,11 @@ def keeps_graph() -> bool:
     return torch._C._autograd._get_current_graph_task_keep_graph()  # type: ignore[no-any-return, attr-defined, unused-ignore]
 
 
+def inside_transform() -> bool:
+    """Whether a transform of torch.func (grad, vmap, jvp) is at work: it would see a module of ours as one function."""
+    return torch._C._functorch.maybe_current_level() is not None  # type: ignore[attr-defined, unused-ignore]
+
+
 def inductor() -> tuple[Any, Callable[..., Any], Callable[[], Any]]:
     """Inductor below dynamo and AOTAutograd, for which emitted graphs are what these would give it.
 
@@ -124,6 +129,7 @@ __all__ = [
     "get_default_store",
     "hooks_of",
     "inductor",
+    "inside_transform",
     "keeps_graph",
     "keystr",
     "post_accumulate_hooks_of",

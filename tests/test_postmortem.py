@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import time
+from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
 
@@ -13,7 +15,7 @@ import torch.distributed as dist
 from torch import nn
 
 import autopar3d
-from autopar3d.errors import MismatchError, RankError
+from autopar3d.errors import InputError, MismatchError, RankError
 from autopar3d.private import set_group_timeout
 from autopar3d.ranks.launch import Pool
 
@@ -25,7 +27,7 @@ def _strayed(how: str) -> tuple[str, float]:
     set_group_timeout(timedelta(seconds=SECONDS), dist.group.WORLD)
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 8))
-    par = autopar3d.compile(model, (1, 2, 1), torch.randn(8, 8))
+    par = autopar3d.compile(model, (1, 2, 1), torch.randn(8, 8), scheme="zero3", hardware="bandwidth")
     x = torch.ones(8, 8)
     par(x).sum().backward()
     start = time.monotonic()
@@ -33,28 +35,79 @@ def _strayed(how: str) -> tuple[str, float]:
         if dist.get_rank() == 1:
             if how == "other shape":
                 x = torch.ones(6, 8)
-            elif how == "absent":
-                time.sleep(3 * SECONDS)
+            elif how == "one call more":
+                par(x)
+            elif how in ("absent", "state"):
                 return "", 0.0
+        if how == "state":
+            par.full_state_dict()
         par(x).sum().backward()
     except MismatchError as error:
         return str(error), time.monotonic() - start
     return "nothing", 0.0
 
 
-@pytest.mark.parametrize("how", ["other shape", "absent"])
+@pytest.mark.parametrize("how", ["other shape", "one call more", "absent", "state"])
 def test_every_rank_ends_in_time(ranks: Pool, how: str) -> None:
     (zero, took), (one, took_one) = ranks.run(_strayed, how, ranks=2, timeout=120)
-    assert zero.startswith("rank 0: a step stopped in a"), zero
+    if how == "state":
+        assert zero.startswith("rank 0: full_state_dict() waited in vain"), zero
+        assert "rank 1: running its own code, or a step" in zero
+        return
+    part = "backward" if how == "one call more" else "forward"
+    assert zero.startswith(f"rank 0: a step stopped in {part}, in a"), zero
     assert "over axis y of module" in zero
     assert took < 3 * SECONDS + 6
     if how == "other shape":
         assert "rank 1: " in zero and "planning of a call with args[0] (6, 8)" in zero
         assert one.startswith("rank 1: planning of a call with args[0] (6, 8) waited in vain")
-        assert "rank 0: waiting: a step stopped in a" in one
+        assert "rank 0: waiting: a step stopped in forward, in a" in one
         assert took_one < 3 * SECONDS + 6
+    elif how == "one call more":  # its forward must not take what the other's backward sends
+        assert one.startswith("rank 1: a step stopped in forward, in a")
+        assert "rank 0: waiting: a step stopped in backward, in a" in one
     else:
         assert "rank 1: running its own code, or a step" in zero
+
+
+def _checked() -> list[str]:
+    """What check=True says, while the ranks go on."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 8))
+    x, odd = torch.ones(8, 8), dist.get_rank() == 1
+    par = autopar3d.compile(model, (1, 2, 1), x, check=True)
+    said = []
+
+    def refused(error: type[Exception], call: Callable[[], object]) -> None:
+        with pytest.raises(error) as caught:
+            call()
+        said.append(str(caught.value))
+
+    par[1].train(not odd)
+    refused(InputError, lambda: par(x))
+    par.train()
+    par[0].bias.requires_grad_(not odd)
+    refused(InputError, lambda: par(x))
+    par[0].bias.requires_grad_(True)
+    y = par(x)
+    refused(MismatchError, lambda: y.backward(torch.full_like(y, 1.0 + odd)))
+    y = par(x)
+    refused(MismatchError, (lambda: par(x)) if odd else (lambda: y.sum().backward()))
+    with contextlib.nullcontext() if odd else par.no_sync():
+        refused(InputError, lambda: par(x))
+    par(x).sum().backward()
+    return said
+
+
+def test_a_checked_run_says_who_differs(ranks: Pool) -> None:
+    zero, one = ranks.run(_checked, ranks=2, timeout=120)
+    assert zero == one
+    mode, trained, gradient, order, sync = zero
+    assert "train/eval mode of rank 0 differs from that of rank 1 (model:train 0:train 1:train 2:train and" in mode
+    assert "requires_grad of parameters of rank 0 differs from that of rank 1" in trained and "0.bias:False" in trained
+    assert "the outputs' gradient 0 of rank 0 differs from that of rank 1 ((8, 8) torch.float32" in gradient
+    assert "the next run of rank 0 differs from that of rank 1 (the start of backward and the comparison of" in order
+    assert "no_sync() of rank 0 differs from that of rank 1 (True and False)" in sync
 
 
 def _dies() -> None:

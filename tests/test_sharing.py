@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 import autopar3d
-from autopar3d.errors import StateError
+from autopar3d.errors import InputError, StateError
 from autopar3d.running.sharing import own_gradients, own_outputs
 
 
@@ -146,3 +146,11 @@ def test_gradients_of_gradients_are_refused() -> None:
     x = ones().requires_grad_()
     with pytest.raises(StateError, match="create_graph=True: gradients of gradients are not computed"):
         torch.autograd.grad(par(x).sum(), x, create_graph=True)
+
+
+def test_transforms_of_functions_are_refused() -> None:
+    par = autopar3d.simulate(nn.Linear(8, 8), (2, 1, 1), ones())
+    with pytest.raises(InputError, match="torch.func's transforms .* do not go through a parallel module"):
+        torch.func.vmap(par)(ones())
+    with pytest.raises(InputError, match="torch.autograd.grad gives gradients"):
+        torch.func.grad(lambda x: par(x).sum())(ones())

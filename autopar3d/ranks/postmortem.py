@@ -7,9 +7,11 @@ written or read while all is well.
 
 from __future__ import annotations
 
+import contextlib
 import re
 import time
 import traceback
+from collections.abc import Iterator
 
 import torch.distributed as dist
 from torch.fx import GraphModule
@@ -33,14 +35,35 @@ def note(text: str) -> None:
     get_default_store().set(_key(dist.get_rank()), text or _RUNNING)
 
 
-def failed_step(graph: GraphModule, error: RuntimeError) -> MismatchError:
-    """The error to raise when a graph's collective failed with `error`."""
-    return _report(f"a step stopped in {_collective(graph, error)}", error)
+def failed_step(part: str, graph: GraphModule, error: RuntimeError) -> MismatchError:
+    """The error to raise when a collective of a graph, that of this `part` of a step, failed with `error`."""
+    return _report(f"a step stopped in {part}, in {_collective(graph, error)}", error)
 
 
 def failed_exchange(what: str, error: RuntimeError) -> MismatchError:
     """The error to raise when the ranks' look at each other failed with `error`."""
     return _report(f"{what} waited in vain for all ranks to come to it", error)
+
+
+@contextlib.contextmanager
+def together(what: str) -> Iterator[None]:
+    """Around work with collectives that are not a graph's.
+
+    Raises:
+        MismatchError: a rank did not come.
+    """
+    if not (dist.is_available() and dist.is_initialized()) or dist.get_world_size() == 1:
+        yield
+        return
+    note(f"at {what}, and waits for all ranks to come to it")
+    try:
+        yield
+    except RuntimeError as error:
+        if is_of_a_peer(error) and not isinstance(error, MismatchError):
+            raise failed_exchange(what, error) from error
+        note(f"{what} failed there: {_first_line(error)}")
+        raise
+    note("")
 
 
 def _report(what: str, error: RuntimeError) -> MismatchError:

@@ -35,6 +35,9 @@ _LAUNCH = (
 )
 
 
+_ALIKE = "all ranks must make the same calls, and call backward alike"
+
+
 class Connection(NamedTuple):
     """A grid on real ranks.
 
@@ -141,7 +144,8 @@ def broadcast_from_first(tensor: Tensor, mesh: DeviceMesh) -> Tensor:
     """Rank 0's value (of the grid's first place) on all ranks."""
     tensor = tensor.contiguous()
     if dist.get_world_size() > 1:
-        dist.broadcast(tensor, src=int(mesh.mesh.flatten()[0]))
+        with postmortem.together("placing the model's tensors"):
+            dist.broadcast(tensor, src=int(mesh.mesh.flatten()[0]))
     return tensor
 
 
@@ -182,18 +186,13 @@ def _exchange(what: str, mine: T) -> list[T]:
     """Everybody's, by rank.
 
     Raises:
-        MismatchError: a rank did not come.
+        MismatchError: a rank did not come, or came with something else.
     """
     found: list[Any] = [None] * dist.get_world_size()
-    postmortem.note(f"at {what}, and waits for all ranks to come to it")
-    try:
-        dist.all_gather_object(found, mine)
-    except RuntimeError as error:
-        if not postmortem.is_of_a_peer(error):
-            raise
-        raise postmortem.failed_exchange(what, error) from error
-    postmortem.note("")
-    return found
+    with postmortem.together(what):
+        dist.all_gather_object(found, (what, mine))
+    _refuse_difference("the next run", [at for at, _ in found], _ALIKE, MismatchError)
+    return [value for _, value in found]
 
 
 def _refuse_difference(what: str, digests: Sequence[str], advice: str, error: type[Exception]) -> None:
@@ -207,16 +206,37 @@ def _refuse_difference(what: str, digests: Sequence[str], advice: str, error: ty
 def _apart(one: str, other: str) -> str:
     """The words in which two texts differ, where that is short."""
     if max(len(one), len(other)) > 100 and len(one.split()) == len(other.split()):
-        pairs = [(a, b) for a, b in zip(one.split(), other.split(), strict=True) if a != b]
+        pairs = [(a, b) for a, b in zip(one.split(), other.split(), strict=True) if a != b][:3]
         one, other = (" ".join(words).rstrip(",)") for words in zip(*pairs, strict=True))
     return f" ({one} and {other})" if max(len(one), len(other)) <= 100 else ""
 
 
-def compare_inputs(leaves: Sequence[tuple[str, Any]], *, values: bool) -> None:
+def compare_runs(part: str, what: str, gradients: Sequence[Tensor]) -> None:
+    """Compare, before a graph runs, which graph that is on other ranks.
+
+    Args:
+        part: of a step, as in "backward".
+        what: the graph, and how many ran before.
+        gradients: of a backward, those of outputs that all ranks have; they must be the same.
+
+    Raises:
+        MismatchError: on every rank, saying who differs.
+    """
+    if dist.get_world_size() == 1:
+        return
+    reports = _exchange(f"the start of {part}", (f"{part}, {what}", [_fingerprint(g, values=True) for g in gradients]))
+    _refuse_difference("the next run", [run for run, _ in reports], _ALIKE, MismatchError)
+    for i in range(len(gradients)):
+        digests = [report[i] for _, report in reports]
+        _refuse_difference(f"the outputs' gradient {i}", digests, _ALIKE, MismatchError)
+
+
+def compare_inputs(leaves: Sequence[tuple[str, Any]], *, values: bool, state: Sequence[tuple[str, str]] = ()) -> None:
     """Compare a call's inputs across ranks.
 
     Args:
         leaves: path and value of each, as `pytrees.flatten_input` gives them.
+        state: what else a call depends on, by name.
         values: whether the elements must be the same too; only shapes and dtypes where each rank passes its part.
 
     Raises:
@@ -225,7 +245,8 @@ def compare_inputs(leaves: Sequence[tuple[str, Any]], *, values: bool) -> None:
     if not (dist.is_available() and dist.is_initialized()) or dist.get_world_size() == 1:
         return
     mine = [(path, _fingerprint(leaf, values=values)) for path, leaf in leaves]
-    reports = _exchange("the comparison of inputs", mine)
+    gathered = _exchange("the comparison of inputs", (mine, list(state)))
+    reports = [inputs for inputs, _ in gathered]
     paths = [", ".join(path for path, _ in report) for report in reports]
     _refuse_difference("the structure of the call's inputs", paths, "all ranks must make the same call", InputError)
     advice = (
@@ -234,6 +255,9 @@ def compare_inputs(leaves: Sequence[tuple[str, Any]], *, values: bool) -> None:
     )
     for i, (path, _) in enumerate(mine):
         _refuse_difference(f"input {path}", [report[i][1] for report in reports], advice, InputError)
+    advice = "all ranks must make the same call, of the module in the same state"
+    for i, (what, _) in enumerate(state):
+        _refuse_difference(what, [others[i][1] for _, others in gathered], advice, InputError)
 
 
 def _fingerprint(leaf: Any, *, values: bool) -> str:

@@ -30,7 +30,7 @@ _FEW_BYTES = 16_384
 # All-gathers of more than two ranks in which each puts in at least so many bytes go around gloo's ring.
 _MANY_BYTES = 200_000
 
-_TAG = 0x3D
+_TAG = 0x3D << 24
 
 
 def transport(group: dist.ProcessGroup) -> dist.ProcessGroup:
@@ -59,28 +59,30 @@ class _Work(dist.Work):
 class DirectGroup(dist.ProcessGroup):
     """Collectives from single messages over a gloo group.
 
-    It has no state, so that it can be made again at any time on some of the ranks. Messages between two ranks arrive in
-    the order in which they were sent, and collectives start in the same order on all ranks: one tag serves all.
+    It can be made again at any time on some of the ranks. Messages between two ranks arrive in the order in which they
+    were sent, and collectives start in the same order on all ranks: one tag serves all of a graph. Each graph has its
+    own, so that ranks which run different graphs wait in vain, rather than take each other's values.
 
     Args:
-        inner: the group; nobody else may use its sends and receives with this tag.
+        inner: the group; nobody else may use its sends and receives with these tags.
     """
 
     def __init__(self, inner: dist.ProcessGroup) -> None:
         super().__init__(inner.rank(), inner.size())  # type: ignore[call-arg]  # torch's stub lacks this form
         self.inner = inner
         self.limit: timedelta = inner._get_backend(torch.device("cpu")).options._timeout
+        self.mark = 0  # of the graph that runs, below 1 << 24
 
     def getBackendName(self) -> str:  # noqa: N802
         return "gloo"
 
     def _exchange(self, parts: Sequence[Tensor], room: Sequence[Tensor]) -> list[dist.Work]:
         """Send parts[i] to rank i and receive room[i] from it; nothing to or from this rank itself."""
-        me, size = self.rank(), self.size()
+        me, size, tag = self.rank(), self.size(), _TAG + self.mark
         messages = []
         for step in range(1, size):
-            messages.append(self.inner.recv([room[(me - step) % size]], (me - step) % size, _TAG))
-            messages.append(self.inner.send([parts[(me + step) % size]], (me + step) % size, _TAG))
+            messages.append(self.inner.recv([room[(me - step) % size]], (me - step) % size, tag))
+            messages.append(self.inner.send([parts[(me + step) % size]], (me + step) % size, tag))
         return messages
 
     # The methods have the names, and take the arguments, with which torch calls them. Plain collectives come as buckets

@@ -6,7 +6,9 @@ differs is only how a tensor enters (its shard, or a list of all shards) and how
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import weakref
+import zlib
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -25,6 +27,7 @@ from ..passes.differentiate import Differentiated
 from ..precision import ambient, autocast
 from ..private import keeps_graph
 from ..ranks import postmortem
+from ..ranks.transport import DirectGroup
 from ..step import Step
 from .deferral import Deferral, Held
 from .dtensor import like_parameter, local, placements, to_dtensor
@@ -52,8 +55,15 @@ class Executor(Protocol):
         """The value of an input of a call."""
         ...
 
-    def run(self, graph: GraphModule, values: Sequence[Any]) -> list[Any]:
-        """The results of a graph."""
+    def run(
+        self, graph: GraphModule, values: Sequence[Any], *, part: str = "", gradients: Sequence[Tensor] = ()
+    ) -> list[Any]:
+        """The results of a graph.
+
+        Args:
+            part: of a step, as "forward" or "backward".
+            gradients: of a backward, those of outputs as they came.
+        """
         ...
 
     def leave(self, value: Any, layout: Layout, shape: tuple[int, ...], *, sharded: bool) -> Tensor:
@@ -102,15 +112,17 @@ def run_step(source: Source, executor: Executor, tensors: Sequence[Tensor | Ente
         return list(_Run.apply(source, executor, *tensors))
     with torch.no_grad():
         values = _entered(step, executor, tensors)
-        return own_outputs(_leave(step, executor, _run(executor, step.runs.inference, values)), values)
+        return own_outputs(_leave(step, executor, _run(executor, "inference", step.runs.inference, values)), values)
 
 
-def _run(executor: Executor, graph: GraphModule, values: Sequence[Any]) -> list[Any]:
+def _run(
+    executor: Executor, part: str, graph: GraphModule, values: Sequence[Any], gradients: Sequence[Tensor] = ()
+) -> list[Any]:
     """A graph has the casts of the autocast that it was planned under; another one must not add to them."""
     if not ambient():
-        return executor.run(graph, values)
+        return executor.run(graph, values, part=part, gradients=gradients)
     with autocast(()):
-        return executor.run(graph, values)
+        return executor.run(graph, values, part=part, gradients=gradients)
 
 
 def _entered(step: Step, executor: Executor, tensors: Sequence[Tensor | Entered]) -> list[Any]:
@@ -142,7 +154,7 @@ class _Run(torch.autograd.Function):
         runs = ctx.step.runs
         values = _entered(ctx.step, executor, tensors)
         with record_function("autopar3d forward"):
-            outs = _run(executor, runs.forward, values)
+            outs = _run(executor, "forward", runs.forward, values)
         results, ctx.saved = outs[: runs.results], outs[runs.results :]
         # By reference, for a backward that nobody planned; parameters are alive anyway.
         ctx.tensors, ctx.versions = tensors, _versions(ctx.step, tensors)
@@ -174,12 +186,13 @@ class _Run(torch.autograd.Function):
             # Gradients flow from other results than planned for: this once, their forward runs again.
             _refuse_writes(step, _read(step, ctx.tensors), ctx.read_versions, ctx.tensors)
             runs = ctx.source.switch(given)
-            saved = _run(executor, runs.forward, _entered(step, executor, ctx.tensors))[runs.results :]
+            saved = _run(executor, "forward", runs.forward, _entered(step, executor, ctx.tensors))[runs.results :]
         seeds = [executor.seed(cotangents[i], step.local.results[i]) for i in runs.tangents]
         grads: list[Tensor | None] = [None] * len(ctx.tensors)
         if runs.backward is not None:
             with record_function("autopar3d backward"):
-                out = _gradients(ctx.source, step, runs, executor, [*saved, *seeds], ctx.tensors)
+                came = [c for i in runs.tangents if (c := cotangents[i]) is not None]
+                out = _gradients(ctx.source, step, runs, executor, [*saved, *seeds], ctx.tensors, came)
             for position, value in out.items():
                 number = runs.gradients[position]
                 grads[number] = _gradient(step, executor, number, value, ctx.tensors[number])
@@ -187,13 +200,19 @@ class _Run(torch.autograd.Function):
 
 
 def _gradients(
-    source: Source, step: Step, runs: Differentiated, executor: Executor, values: Sequence[Any], tensors: Sequence[Any]
+    source: Source,
+    step: Step,
+    runs: Differentiated,
+    executor: Executor,
+    values: Sequence[Any],
+    tensors: Sequence[Any],
+    came: Sequence[Tensor],
 ) -> dict[int, Any]:
     """Gradients by their position in `runs.gradients`, without those that are held back (see `deferral`)."""
     assert runs.backward is not None
 
     def run(graph: GraphModule, given: Sequence[Any]) -> list[Any]:
-        return own_gradients(_run(executor, graph, given), given)
+        return own_gradients(_run(executor, "backward", graph, given, came), given)
 
     deferral = source.deferral
     if not deferral.on and not deferral.held:
@@ -278,7 +297,9 @@ class LockstepExecutor:
 
     enter_input = enter
 
-    def run(self, graph: GraphModule, values: Sequence[Any]) -> list[Any]:
+    def run(
+        self, graph: GraphModule, values: Sequence[Any], *, part: str = "", gradients: Sequence[Tensor] = ()
+    ) -> list[Any]:
         out = run_lockstep(graph, self.grid, values)
         return [list(column) for column in zip(*out, strict=True)]
 
@@ -300,6 +321,8 @@ class RankExecutor:
         index: this rank's position in the grid.
         groups: what the axes' names in graphs stand for; held, because torch's registry does not.
         backend: "eager" runs graphs op by op, "inductor" compiles them.
+        compare: called before each graph with the part of the step, what runs, and the gradients of outputs that all
+            ranks have; None where ranks are not compared.
         sharded_inputs: whether plain tensors arrive as this rank's part already.
     """
 
@@ -312,10 +335,13 @@ class RankExecutor:
         *,
         sharded_inputs: bool,
         backend: str = "eager",
+        compare: Callable[[str, str, Sequence[Tensor]], None] | None = None,
     ) -> None:
         self.grid, self.mesh, self.index, self.sharded_inputs = grid, mesh, index, sharded_inputs
         self.groups = tuple(groups)
         self.inductor = Inductor() if backend == "inductor" else None
+        self.compare, self.runs = compare, 0
+        self.marks: weakref.WeakKeyDictionary[GraphModule, tuple[str, int]] = weakref.WeakKeyDictionary()
 
     def store(self, tensor: Tensor, layout: Layout) -> Tensor:
         mine = layout.shard(tensor, self.grid, self.index).clone(memory_format=torch.contiguous_format)
@@ -335,13 +361,34 @@ class RankExecutor:
             return tensor
         return self.enter(tensor, layout)
 
-    def run(self, graph: GraphModule, values: Sequence[Any]) -> list[Any]:
+    def run(
+        self, graph: GraphModule, values: Sequence[Any], *, part: str = "", gradients: Sequence[Tensor] = ()
+    ) -> list[Any]:
+        mark = self._mark(graph)
+        if self.compare is not None:
+            plain = [g for g in gradients if not isinstance(g, DTensor)]
+            self.compare(part, f"graph {mark:06x}, after {self.runs} runs", plain)
+            self.runs += 1
+        direct = [g for g in self.groups if isinstance(g, DirectGroup)]
+        for group in direct:
+            group.mark = mark
         try:
             return list(graph(*values)) if self.inductor is None else self.inductor.run(graph, values)
         except RuntimeError as error:
             if not postmortem.is_of_a_peer(error):
                 raise
-            raise postmortem.failed_step(graph, error) from error
+            raise postmortem.failed_step(part, graph, error) from error
+        finally:
+            for group in direct:
+                group.mark = 0
+
+    def _mark(self, graph: GraphModule) -> int:
+        """A number below 1 << 24 that is a graph's own, the same on all ranks: graphs have the same text there."""
+        code, mark = self.marks.get(graph, ("", 0))
+        if code is not graph.code:
+            code, mark = graph.code, zlib.crc32(graph.code.encode()) & 0xFFFFFF
+            self.marks[graph] = code, mark
+        return mark
 
     def leave(self, value: Tensor, layout: Layout, shape: tuple[int, ...], *, sharded: bool) -> Tensor:
         return to_dtensor(value, layout, shape, self.grid, self.mesh) if sharded else value

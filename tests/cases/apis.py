@@ -161,12 +161,12 @@ class Witness(LockstepExecutor):
     def gradient(self, value: list[Tensor], layout: Layout, like: Tensor) -> Tensor:
         return self._assembled("gradient", value, layout, tuple(like.shape))
 
-    def run(self, graph: torch.fx.GraphModule, values: Sequence[Any]) -> list[Any]:
+    def run(self, graph: torch.fx.GraphModule, values: Sequence[Any], **how: Any) -> list[Any]:
         for number, value in enumerate(values):
             shapes = [tuple(v.shape) for v in value if isinstance(v, Tensor)]
             if len(set(shapes)) > 1:
                 self.uneven.append(f"argument {number} of a graph: {shapes}")
-        return super().run(graph, values)
+        return super().run(graph, values, **how)
 
     def _assembled(self, what: str, value: list[Tensor], layout: Layout, shape: tuple[int, ...]) -> Tensor:
         made = layout.assemble(value, shape, self.grid)
