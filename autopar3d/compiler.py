@@ -16,7 +16,7 @@ from .errors import InputError, PlanError
 from .grid import Grid
 from .hardware import Hardware, resolve
 from .layout import Layout
-from .module import Engine, ParallelModule
+from .module import Engine, ParallelModule, called_with
 from .passes.defer import Deferred, defer
 from .precision import ambient, autocast
 from .program import Program
@@ -146,7 +146,7 @@ class Compiler(Engine):
     def compare(self, module: ParallelModule, leaves: Leaves, *, first: bool) -> None:
         wanted = self.check is None if first else self.check
         if wanted and isinstance(self.executor, RankExecutor):
-            state = [] if first else module.called_with()
+            state = [] if first else called_with(module)
             runtime.compare_inputs(leaves, values=not self.executor.sharded_inputs, state=state)
 
     @_settled

@@ -314,21 +314,6 @@ class ParallelModule(GraphModule):
         trainable = tuple(p.requires_grad for _, p in super().named_parameters())
         return (str(in_spec), signature, modes, trainable, ambient())
 
-    def called_with(self) -> list[tuple[str, str]]:
-        """What a call depends on beside its inputs, as text by name: must be the same on all ranks."""
-        parts = self.named_modules(remove_duplicate=False)
-        named = super().named_parameters()
-        return [
-            (
-                "train/eval mode",
-                " ".join(f"{path or 'model'}:{'train' if m.training else 'eval'}" for path, m in parts),
-            ),
-            ("requires_grad of parameters", " ".join(f"{name}:{p.requires_grad}" for name, p in named)),
-            ("torch.is_grad_enabled()", str(torch.is_grad_enabled())),
-            ("no_sync()", str(self.__dict__["_ap3d"].deferral.on)),
-            ("autocast", str(ambient())),
-        ]
-
     def _show(self, prepared: Prepared) -> None:
         """Let `graph` and `code` be those of the step that runs."""
         self.__dict__["_ap3d"].last = prepared
@@ -457,6 +442,19 @@ _UNPLANNED = (
     "pass example_inputs= to compile, or call the module once; the plan lays the parameters out, so make the "
     "optimizer, and read or load state, after that"
 )
+
+
+def called_with(module: ParallelModule) -> list[tuple[str, str]]:
+    """What a call depends on beside its inputs, as text by name: must be the same on all ranks."""
+    parts = module.named_modules(remove_duplicate=False)
+    named = nn.Module.named_parameters(module)  # before there is a plan, too
+    return [
+        ("train/eval mode", " ".join(f"{path or 'model'}:{'train' if m.training else 'eval'}" for path, m in parts)),
+        ("requires_grad of parameters", " ".join(f"{name}:{p.requires_grad}" for name, p in named)),
+        ("torch.is_grad_enabled()", str(torch.is_grad_enabled())),
+        ("no_sync()", str(module.__dict__["_ap3d"].deferral.on)),
+        ("autocast", str(ambient())),
+    ]
 
 
 def _summary(graph: GraphModule) -> str:

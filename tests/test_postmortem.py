@@ -110,6 +110,12 @@ def test_a_checked_run_says_who_differs(ranks: Pool) -> None:
     assert "no_sync() of rank 0 differs from that of rank 1 (True and False)" in sync
 
 
+def test_a_checked_module_may_plan_at_its_first_call() -> None:
+    model = nn.Linear(8, 8)
+    par = autopar3d.compile(model, (1, 1, 1), check=True)
+    assert torch.allclose(par(torch.ones(2, 8)), model(torch.ones(2, 8)))
+
+
 def _dies() -> None:
     par = autopar3d.compile(nn.Linear(8, 8), (1, 2, 1), torch.randn(8, 8))
     par(torch.ones(8, 8))
