@@ -99,19 +99,36 @@ def inside_transform() -> bool:
     return torch._C._functorch.maybe_current_level() is not None  # type: ignore[attr-defined, unused-ignore]
 
 
-def inductor() -> tuple[Any, Callable[..., Any], Callable[[], Any]]:
+def inductor() -> tuple[Any, Callable[..., Any], Callable[[], Any], Callable[[], Any]]:
     """Inductor below dynamo and AOTAutograd, for which emitted graphs are what these would give it.
 
     Imported when it is asked for, as that takes seconds.
 
     Returns:
-        its config, its compiler of one graph, and the table of the decompositions that it expects.
+        its config, its compiler of one graph, the table of the decompositions that it expects, and what enters a
+        context in which it does not fuse what waits for different collectives.
     """
     from torch._inductor import config
+    from torch._inductor.choices import InductorChoices
     from torch._inductor.compile_fx import compile_fx_inner
     from torch._inductor.decomposition import select_decomp_table
+    from torch._inductor.ir import _WaitKernel
+    from torch._inductor.virtualized import V
 
-    return config, compile_fx_inner, select_decomp_table
+    def waits(scheduler: Any, node: Any) -> set[str]:
+        return {name for name in node.ancestors if isinstance(scheduler.name_to_node[name].node, _WaitKernel)}
+
+    class Apart(InductorChoices):  # type: ignore[misc, unused-ignore]
+        """Of two kernels that need nothing of each other, fused ones begin when both could: the first would wait for
+        what only the second needs."""
+
+        @staticmethod
+        def can_fuse_horizontal(scheduler: Any, node1: Any, node2: Any, shared_data_score: int) -> bool:
+            return waits(scheduler, node1) == waits(scheduler, node2) and InductorChoices.can_fuse_horizontal(
+                scheduler, node1, node2, shared_data_score
+            )
+
+    return config, compile_fx_inner, select_decomp_table, lambda: V.set_choices_handler(Apart())
 
 
 __all__ = [

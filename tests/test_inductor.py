@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import re
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.fx import GraphModule
+from torch.utils.checkpoint import checkpoint
 
 import autopar3d
 from autopar3d.errors import PlanError
@@ -49,8 +51,16 @@ def order_in_code(code: str) -> list[str]:
     return found
 
 
+def orders(graph: GraphModule) -> tuple[list[str], list[str]]:
+    """Of starts, waits and products: in the graph, and in what inductor makes of it."""
+    values = [
+        torch.zeros(n.meta["val"].shape, dtype=n.meta["val"].dtype) for n in graph.graph.nodes if n.op == "placeholder"
+    ]
+    return order_in_graph(graph), order_in_code(compile_graph(graph, values)[1])
+
+
 def _train() -> dict[str, Any]:
-    results, orders = [], []
+    results = []
     call = {"example_inputs": X, "example_kwargs": {"targets": (Y,)}, "loss_fn": loss_fn, "scheme": "3d"}
     for backend in ("eager", "inductor"):
         par = autopar3d.compile(model(), (2, 1, 2), backend=backend, **call)
@@ -63,14 +73,7 @@ def _train() -> dict[str, Any]:
             optimizer.step()
             losses.append(loss.detach())
         results.append([*losses, *(p.grad.full_tensor() for p in par.parameters())])
-    for graph in (par.forward_graph, par.backward_graph):
-        values = [
-            torch.zeros(n.meta["val"].shape, dtype=n.meta["val"].dtype)
-            for n in graph.graph.nodes
-            if n.op == "placeholder"
-        ]
-        _, code = compile_graph(graph, values)
-        orders.append((order_in_graph(graph), order_in_code(code)))
+    found = [orders(graph) for graph in (par.forward_graph, par.backward_graph)]
     # An edited graph is what runs: the loss comes out with the other sign.
     out = par.forward_graph.graph.output_node()
     with par.forward_graph.graph.inserting_before(out):
@@ -80,7 +83,7 @@ def _train() -> dict[str, Any]:
     par.forward_graph.recompile()
     negative = par(X, targets=(Y,)).item() < 0
     close = [torch.allclose(a, b, rtol=1e-5, atol=1e-6) for a, b in zip(*results, strict=True)]
-    return {"close": close, "orders": orders, "edited": negative}
+    return {"close": close, "orders": found, "edited": negative}
 
 
 @pytest.mark.slow
@@ -91,6 +94,53 @@ def test_results_and_order(ranks: Pool) -> None:
         assert found["edited"]
         for graph, code in found["orders"]:
             assert graph == code and "product" in graph and "wait_tensor" in graph
+
+
+class Recomputed(nn.Module):
+    """The same model, computed again in backward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = model()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return checkpoint(self.inner, x, use_reentrant=False)
+
+
+def _accumulated(backend: str, lanes: int) -> tuple[list[Tensor], list[tuple[list[str], list[str]]]]:
+    """Losses and gradients of two micro-batches that are reduced once, and the orders of the graphs that ran."""
+    par = autopar3d.compile(
+        Recomputed(), (2, 1, 1), X, {"targets": (Y,)}, loss_fn=loss_fn, scheme="zero3", lanes=lanes, backend=backend
+    )
+    losses = []
+    for last in (False, True):
+        with nullcontext() if last else par.no_sync():
+            losses.append(par(X, targets=(Y + last,)))
+            losses[-1].backward()
+    deferred = par._prepared.deferred()
+    grads = [p.grad.full_tensor() for p in par.parameters()]
+    ran = (par.forward_graph, deferred.local, deferred.reduce) if backend == "inductor" else ()
+    return [*(loss.detach() for loss in losses), *grads], [orders(graph) for graph in ran]
+
+
+def _lanes_and_all() -> dict[str, Any]:
+    (eager, _), (ours, found) = _accumulated("eager", 1), _accumulated("inductor", 2)
+    close = [torch.allclose(a, b, rtol=1e-5, atol=1e-6) for a, b in zip(eager, ours, strict=True)]
+    return {"close": close, "orders": found}
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_lanes_regions_and_accumulation(ranks: Pool) -> None:
+    """What changes graphs, all at once: a checkpointed region, two lanes, and backward in two (`no_sync`)."""
+    for found in ranks.run(_lanes_and_all, ranks=2, timeout=550):
+        assert len(found["close"]) == 2 + 6 and all(found["close"])
+        for graph, code in found["orders"]:
+            assert code == graph
+        forward, local, reduce = (graph for graph, _ in found["orders"])
+        # Two linears in two lanes; backward has those that are computed again, and two products for each but the first.
+        assert forward.count("product") == 4 and local.count("product") > 6
+        assert "wait_tensor" in forward and "reduce_scatter_tensor" in "".join(reduce)
 
 
 def test_unknown_backend() -> None:

@@ -19,8 +19,9 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from ..errors import PlanError
 from ..private import FakeTensorMode, inductor
 
-# Inductor may fuse what it likes, but what the overlap pass put in order stays so. (By default it moves gathers to
-# their waits, to have less memory alive.)
+# Inductor may fuse what waits for the same collectives, and what the overlap pass put in order stays so. (By default it
+# moves gathers to their waits, to have less memory alive, and fuses the two lanes' kernels, so that one lane would wait
+# for the other's collectives.)
 _OPTIONS = {"reorder_for_peak_memory": False, "reorder_for_compute_comm_overlap": False}
 
 
@@ -70,7 +71,7 @@ def compile_graph(graph: GraphModule, values: Sequence[Any]) -> tuple[Callable[[
     Args:
         values: inputs, of which shapes, strides, dtypes and devices are read.
     """
-    config, compile_inner, decompositions = inductor()
+    config, compile_inner, decompositions, apart = inductor()
     mode = FakeTensorMode(allow_non_fake_inputs=True)
     try:
         with mode, torch.no_grad():
@@ -79,7 +80,7 @@ def compile_graph(graph: GraphModule, values: Sequence[Any]) -> tuple[Callable[[
                 for v in values
             ]
             lowered = make_fx(graph, decomposition_table=decompositions())(*fakes)
-            with config.patch(_OPTIONS):
+            with config.patch(_OPTIONS), apart():
                 made = compile_inner(lowered, fakes)
     except Exception as error:
         raise PlanError(
