@@ -156,7 +156,7 @@ def test_a_constraint_that_does_not_divide() -> None:
 # -- plans from files --------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", ["mlp", "gpt"])
+@pytest.mark.parametrize("name", ["mlp", "gpt", "llama"])
 def test_a_plan_is_carried_out(name: str, tmp_path: Path) -> None:
     """What was planned otherwise than the planner would, saved and loaded, gives the same graphs."""
     make_model, make_inputs = MODELS[name]

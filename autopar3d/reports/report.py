@@ -362,7 +362,6 @@ class _Accountant:
             *([f"replicas {self.grid.replicas}"] if self.grid.replicas > 1 else []),
             *(f"{n} {s}" for n, s in sorted(d.strategies.items())),
             *(f"{n} {tuple(s)}" for table in (d.storage, d.copies) for n, s in sorted(table.items())),
-            *(f"{n} {tuple(s)}" for n, s in sorted(d.groups.items())),
             *(
                 f"{a.node} {a.kind} {a.names} {lay}"
                 for a, lay in zip(self.program.arguments, self.step.argument_layouts, strict=True)
