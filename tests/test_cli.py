@@ -61,6 +61,10 @@ def number():
     return 3
 
 
+def leaves():
+    raise SystemExit(3)
+
+
 def broken():
     return model(), torch.ones(8, 8) @ torch.ones(3, 3)
 
@@ -119,6 +123,8 @@ def test_simulate_compares_with_one_device(source: str, capsys: pytest.CaptureFi
         (["plan", "{}:number"], "returned (int); it must return model, (model, args)"),
         (["plan", "{}:missing"], "has no function 'missing'; it has model, alone, pair"),
         (["plan", "{}:broken"], "raised RuntimeError: mat1 and mat2 shapes cannot be multiplied"),
+        (["plan", "{}:leaves"], "raised SystemExit: 3 at"),
+        (["plan", ".:make"], "names no function: give FILE.py:FUNCTION"),
         (["plan", "{}"], "names no function: give FILE.py:FUNCTION"),
         (["plan", "no_such_file.py:make"], "there is no file no_such_file.py"),
         (["plan", "no_such_module:make"], "there is no module 'no_such_module'"),
@@ -137,8 +143,8 @@ def test_mistakes_are_told_in_lines(
     out, err = capsys.readouterr()
     assert message in err and not out
     assert "Traceback" not in err and err.startswith("autopar3d: ")
-    if message.startswith("raised"):
-        assert "models_of_mine.py:46 (`return model(), torch.ones(8, 8) @ torch.ones(3, 3)`)" in err
+    if message.startswith("raised RuntimeError"):
+        assert "models_of_mine.py:50 (`return model(), torch.ones(8, 8) @ torch.ones(3, 3)`)" in err
     assert main([*arguments, "--debug"]) == 1
     assert "Traceback (most recent call last)" in capsys.readouterr().err
 

@@ -41,7 +41,7 @@ def load(source: str) -> Callable[[], Made]:
         MakeError: there is none; or, when called, it raised or returned something else.
     """
     where, colon, name = source.rpartition(":")
-    if not colon or not where or not name.isidentifier():
+    if not colon or not where.strip(".") or not name.isidentifier():
         raise MakeError(f"{source!r} names no function: give FILE.py:FUNCTION, as in examples/gpt.py:make")
     module = _run(where, lambda: _module(where))
     make = getattr(module, name, None)
@@ -80,7 +80,7 @@ def _run(what: str, call: Callable[[], Any]) -> Any:
         return call()
     except (AutoPar3DError, OSError):
         raise
-    except Exception as error:
+    except (Exception, SystemExit) as error:  # a script that ends itself, as argparse does
         own = str(Path(__file__).parent)
         frames = [f for f in traceback.extract_tb(error.__traceback__) if not f.filename.startswith((own, "<frozen"))]
         line = f" at {frames[0].filename}:{frames[0].lineno} (`{frames[0].line}`)" if frames else ""
