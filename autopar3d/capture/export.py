@@ -113,7 +113,8 @@ class _Flat(nn.Module):
         @functools.wraps(model.forward)  # export names the placeholders after this signature
         def forward(*args: Any, **kwargs: Any) -> tuple[Tensor, ...]:
             before = dict(model.named_buffers())
-            with Hooks(model, on_parameters) as hooks, Regions() as regions, Functions():
+            # Regions last: it looks for its callers on the stack.
+            with Hooks(model, on_parameters) as hooks, Functions(), Regions() as regions:
                 hooks.register_all()
                 output = model(*args, **kwargs)
                 _write_back(model, before)
