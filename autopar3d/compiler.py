@@ -82,6 +82,12 @@ class Compiler(Engine):
             raise PlanError(f"model is a {type(model).__name__}; it must be an nn.Module{hint}")
         if isinstance(model, ParallelModule):
             raise PlanError("model is a ParallelModule, which is compiled already; pass the model it was made from")
+        inner = [path for path, m in model.named_modules() if isinstance(m, ParallelModule)]
+        if inner:
+            raise PlanError(
+                f"{type(model).__name__} holds a ParallelModule, {inner[0]}, which is compiled already; compile the "
+                "whole plain model, or call the parallel module beside it"
+            )
         _check_given(loss_fn=loss_fn, plan=given, check=check, seed=seed)
         options.check()
         self.device = device_of(model)
@@ -130,7 +136,9 @@ class Compiler(Engine):
     @_settled
     def prepare(self, module: ParallelModule, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Prepared:
         modes = {path: m.training for path, m in module.named_modules(remove_duplicate=False)}
-        step, made = self._jointly(described(args, kwargs), lambda: self._prepare(module, args, kwargs, modes))
+        # Hooks on saved tensors around the call, as of torch.utils.checkpoint, are not for those of traces.
+        with torch.autograd.graph.saved_tensors_hooks(_as_it_is, _as_it_is):
+            step, made = self._jointly(described(args, kwargs), lambda: self._prepare(module, args, kwargs, modes))
         if self.model is not None:
             take_over(module, self.model, step, self.executor, self.device, self.seed)
             self.model = None
@@ -235,6 +243,10 @@ class Compiler(Engine):
                     f'input {name}: with inputs="sharded" a call of this shape would be cut in another way '
                     "than the example inputs were; use one batch size per compile, or global inputs"
                 )
+
+
+def _as_it_is(tensor: Tensor) -> Tensor:
+    return tensor
 
 
 def _checked(given: Plan | None, options: Options) -> Plan | None:

@@ -173,7 +173,10 @@ class ParallelModule(GraphModule):
             self.__dict__["_code"] = code.src
             return code
         code = super().recompile()
-        del type(self).forward  # the generated one, of this object's own class
+        # In place of the generated one, in this object's own class. torch.compile of what calls it, or of itself, runs
+        # it as it is: dynamo would go into planning, processes and graphs that are compiled already.
+        runs = torch.compiler.disable(ParallelModule.forward, reason="a parallel module runs graphs of its own")
+        setattr(type(self), "forward", runs)  # noqa: B010
         return code
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:

@@ -9,9 +9,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
+from torch.utils.checkpoint import checkpoint
 
 import autopar3d
-from autopar3d.errors import InputError, StateError, TraceError
+from autopar3d.errors import InputError, PlanError, StateError, TraceError
 
 GRID = (2, 1, 2)
 
@@ -108,6 +109,34 @@ def test_torch_compile_of_the_result_runs_it_as_it_is() -> None:
     compiled(rows()).square().mean().backward()
     model(rows()).square().mean().backward()
     same(par, model)
+
+
+def test_torch_compile_and_checkpoint_around_a_rank() -> None:
+    par, model = autopar3d.compile(make(), (1, 1, 1), rows()), make()
+    torch.compile(par)(rows()).square().mean().backward()
+    model(rows()).square().mean().backward()
+    x = rows(4).requires_grad_()  # planned inside of the checkpoint
+    for module in (par, model):
+        checkpoint(module, x, use_reentrant=False).sum().backward()
+    for p, q in zip(par.parameters(), model.parameters(), strict=True):
+        assert torch.allclose(p.grad.full_tensor(), q.grad, atol=1e-5)
+
+
+def test_a_module_changed_after_planning_is_refused() -> None:
+    par, _ = both()
+    par[0].weight = nn.Parameter(torch.zeros(20, 8))
+    with pytest.raises(StateError, match=r"0.weight is of shape \(20, 8\); planned was \(16, 8\). Change the model"):
+        par(rows())
+    par, _ = both()
+    par[0].bias = None
+    with pytest.raises(StateError, match="0.bias is gone"):
+        par(rows())
+    par, _ = both()
+    nn.utils.spectral_norm(par[0])
+    with pytest.raises(StateError, match="0.weight is gone"):
+        par(rows())
+    with pytest.raises(PlanError, match="Sequential holds a ParallelModule, 0, which is compiled already"):
+        autopar3d.simulate(nn.Sequential(both()[0], nn.ReLU()), GRID, rows())
 
 
 def test_what_is_no_habit_is_refused() -> None:

@@ -16,7 +16,7 @@ from autopar3d.private import tree_unflatten
 
 from ..capture.pytrees import flatten_input
 from ..counter import RandomState
-from ..errors import InputError
+from ..errors import InputError, StateError
 from ..layout import Layout
 from ..passes.defer import Deferred
 from ..passes.differentiate import Differentiated
@@ -130,6 +130,12 @@ class _RunGraphs:
         self.prepared, self.executor = prepared, executor
         self.__name__, self.__qualname__ = "forward_and_backward", "forward_and_backward"
         program = prepared.step.program
+        self.arguments = program.arguments
+        values = {n.name: n.meta["val"] for n in program.graph.graph.nodes if n.op == "placeholder"}
+        # Of what the module holds, as it was planned.
+        self.shapes: list[torch.Size | None] = [
+            values[a.node].shape if a.kind in ("parameter", "buffer") else None for a in program.arguments
+        ]
         results = [r for r in program.results if r.node is not None]
         self.outputs = [i for i, r in enumerate(results) if r.kind == "output"]
         self.updated = {i: tree.slot(module, r.name) for i, r in enumerate(results) if r.kind == "buffer"}
@@ -153,16 +159,17 @@ class _RunGraphs:
 
     def __call__(self, *shards: Any) -> list[Tensor]:
         given = iter(shards)
-        tensors = [
+        tensors: list[Any] = [
             next(given)
             if s is None
-            else s[0][s[1]]
+            else s[0].get(s[1])
             if isinstance(s, tuple)
             else s.next()
             if isinstance(s, RandomState)
             else s
             for s in self.slots
         ]
+        self._refuse_strangers(tensors)
         for i in self.changing:
             # Backward may need the values from before the update.
             tensors[i] = tensors[i].clone()
@@ -171,6 +178,16 @@ class _RunGraphs:
             for i, (table, leaf) in self.updated.items():
                 table[leaf].copy_(results[i])
         return [results[i] for i in self.outputs]
+
+    def _refuse_strangers(self, tensors: Sequence[Any]) -> None:
+        """Raise StateError where the module no longer holds what was planned."""
+        for argument, shape, tensor in zip(self.arguments, self.shapes, tensors, strict=True):
+            if shape is not None and (tensor is None or tensor.shape != shape):
+                now = "gone" if tensor is None else f"of shape {tuple(tensor.shape)}"
+                raise StateError(
+                    f"{argument.names[0]} is {now}; planned was {tuple(shape)}. Change the model (its sizes, "
+                    "parametrizations, pruning, weight or spectral norm), and compile it again"
+                )
 
 
 def rebuild(step: Step, flat: Sequence[Tensor]) -> Any:
