@@ -26,6 +26,7 @@ from .reports.explanation import Explanation
 from .reports.printout import render
 from .search.strategies import Strategy
 from .timelines.recording import Recording
+from .typed import problems
 
 
 class Choices(Protocol):
@@ -424,9 +425,14 @@ class Plan:
                 data[name] = tuple(_restored(kind, item) for item in data[name])
             fields: dict[str, Any] = {k: tuple(v) if isinstance(v, list) else v for k, v in data.items()}
             fields["pads"] = tuple((str(name), int(i), int(n)) for name, i, n in fields["pads"])
-            return cls(**fields)
-        except (KeyError, TypeError, ValueError) as error:
+            made = cls(**fields)
+        except (AttributeError, KeyError, TypeError, ValueError) as error:
             raise PlanError(f"this plan is damaged: {error}") from error
+        wrong = problems(cls, made, "")
+        wrong = wrong or [f"{k} is {v}, which is less than 1" for k, v in _counts(made) if v < 1]
+        if wrong:
+            raise PlanError("this plan is damaged:\n  " + "\n  ".join(wrong[:10]))
+        return made
 
     def save(self, path: str | Path) -> None:
         """Write the plan as JSON."""
@@ -449,6 +455,12 @@ class Plan:
 
 
 _FORMAT = 3
+
+
+def _counts(plan: Plan) -> list[tuple[str, int]]:
+    axes = [(f"grid axis {a}", n) for a, n in zip("xyz", plan.grid, strict=True)]
+    return [*axes, ("replicas", plan.replicas), ("lanes", plan.lanes)]
+
 
 _PARTS: dict[str, type[Any]] = {
     "parameters": ParameterPlan,

@@ -170,6 +170,24 @@ def test_a_plan_is_carried_out(name: str, tmp_path: Path) -> None:
     assert own.hash != first.hash and own.diff(first)
 
 
+@pytest.mark.parametrize(
+    ("field", "value", "said"),
+    [
+        ("grid", None, "grid is None"),
+        ("grid", [2, 2], "grid is"),
+        ("grid", [2, 0, 2], "grid axis y is 0"),
+        ("storage", "x", "storage is 'x'"),
+        ("strategies", {"linear": []}, "is .*, which is no str"),
+        ("parameters", "x", "damaged"),
+        ("seconds", None, "seconds is None, which is no float"),
+        ("lanes", 0, "lanes is 0, which is less than 1"),
+    ],
+)
+def test_a_file_that_was_edited_to_nonsense_is_refused(plan: Plan, field: str, value: Any, said: str) -> None:
+    with pytest.raises(PlanError, match=said):
+        Plan.from_dict({**plan.to_dict(), field: value})
+
+
 def test_a_plan_with_pads_is_carried_out() -> None:
     model = nn.Sequential(nn.Linear(62, 50, bias=False), nn.GELU(), nn.Linear(50, 62, bias=False))
     x = torch.randn(15, 62)
