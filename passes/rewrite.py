@@ -7,6 +7,7 @@ reduction of its gradient.
 
 from __future__ import annotations
 
+import functools
 import operator
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -74,16 +75,21 @@ class LocalProgram:
     """The program of one rank, before differentiation.
 
     Attributes:
-        graph: takes the local pieces of `Program.arguments`, returns the local pieces of the results with a node.
+        body: takes the local pieces of `Program.arguments`, returns the local pieces of the results with a node.
         arguments: per argument its layout.
         results: per result with a node its layout.
         movements: every change of layout, in program order, with the collectives of forward, backward and regather.
     """
 
-    graph: GraphModule
+    body: Graph
     arguments: tuple[Layout, ...]
     results: tuple[Layout, ...]
     movements: tuple[Movement, ...]
+
+    @functools.cached_property
+    def graph(self) -> GraphModule:
+        """Runs `body`. Made when it is asked for: most candidates for a grid never run."""
+        return GraphModule(torch.nn.Module(), self.body)
 
 
 def rewrite(program: Program, factors: Factors, decisions: Decisions, *, regather: str = "all") -> LocalProgram:
@@ -123,9 +129,8 @@ class _Rewriter:
         arguments = tuple(
             self._layout(n, self.decisions.storage[n.name]) for n in self.source.nodes if n.op == "placeholder"
         )
-        module = GraphModule(torch.nn.Module(), self.graph)
         movements = tuple(self._final(i) for i in range(len(self.movements)) if i not in dead)
-        return LocalProgram(module, arguments, tuple(layouts), movements)
+        return LocalProgram(self.graph, arguments, tuple(layouts), movements)
 
     def _erase_unread(self) -> set[int]:
         """Drop copies that no reader took after all (it may have found its placement made already)."""
