@@ -74,6 +74,8 @@ class Program:
     """Values of the arguments of kind "constant", by placeholder node."""
     notes: tuple[str, ...] = ()
     """What a pass did that a user should know, as sentences for the plan."""
+    found: dict[str, Any] = field(default_factory=dict, init=False, compare=False, repr=False)
+    """What analyses found of it, by their names, for who asks again: many grids may be planned for it."""
 
     def arguments_of(self, kind: str) -> tuple[Argument, ...]:
         """The arguments of one kind, in placeholder order."""

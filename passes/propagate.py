@@ -157,7 +157,7 @@ class Search:
         self.roles = roles(program, factors, grid)
         self.grads = gradients(program)
         self.slots = readings(program)
-        self.regathered = regathered(program, self.grads, self.slots)
+        self.regathered = regathered(program)
         self.problem = Problem()
         self.legs: list[Leg] = []
         rate = hardware.memory if math.isfinite(hardware.memory) else hardware.node.bandwidth

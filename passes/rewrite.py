@@ -41,7 +41,7 @@ from autopar3d.program import ORIGIN, Program, module_path
 from autopar3d.redistribute import State, Step, Transfer, route, scatter_atom, sent, transfers
 from autopar3d.rules import Dims, Exchange, LocalOp, OpSpec, operands, results
 from autopar3d.search.factors import Factors, ValueShape, is_getitem
-from autopar3d.search.readings import Slot, drops, gradients, readings, regathered
+from autopar3d.search.readings import Slot, drops, gradients, regathered
 from autopar3d.search.strategies import Strategy, given, needed
 
 
@@ -107,7 +107,7 @@ class _Rewriter:
         self.source = program.graph.graph
         self.graph = Graph()
         self.grads = gradients(program)
-        self.needed_again = regathered(program, self.grads, readings(program))
+        self.needed_again = regathered(program)
         self.placed: dict[tuple[Node, State], _Lanes] = {}  # a value in a placement
         self.home: dict[Node, State] = {}
         self.ops: dict[Node, _Lanes] = {}  # global op -> local ops (for getitems)

@@ -181,7 +181,7 @@ def saved_shards(
 ) -> dict[tuple[str, State], int]:
     """What backward keeps of the forward, by value and placement: bytes on one rank. Parameters are not counted."""
     grads, slots = gradients(program), readings(program)
-    needed_again, inner = regathered(program, grads, slots), recomputed(program, slots)
+    needed_again, inner = regathered(program), recomputed(program)
     found: dict[tuple[str, State], int] = {}
     for value, read in slots.items():
         shape = factors.values.get(value)

@@ -59,7 +59,7 @@ class _Footprint:
         self.search = search
         self.problem = Problem()
         self.made: dict[object, np.ndarray] = {}
-        self.inner = recomputed(search.program, search.slots)
+        self.inner = recomputed(search.program)
         for vertex, costs in search.problem.costs.items():
             held = self._inside(vertex) if vertex[0] == "op" else None
             self.problem.vertex(vertex, self._zeros(len(costs)) if held is None else held)

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import TypeVar
 
 import torch
 from torch import Tensor
@@ -13,6 +14,8 @@ from ..program import Program, region
 from ..rules import OpSpec, operands
 from .factors import is_getitem
 from .saved import Saved, is_view, saved_of, saved_operands
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -25,6 +28,36 @@ class Slot:
 
 def gradients(program: Program) -> set[Node]:
     """Nodes whose value has a gradient: floating point, and reached from a tensor that requires one."""
+    return _once(program, _gradients)
+
+
+def readings(program: Program) -> dict[Node, list[Slot]]:
+    """Per value, who reads it."""
+    return _once(program, _readings)
+
+
+def regathered(program: Program) -> set[Slot]:
+    """Readings whose value some backward needs: a gathered copy made for one of them is gathered again in backward.
+
+    A reading by a view counts when one of the view's own readings does, as both are the same memory; a reading by an op
+    that is computed again (`recomputed`) counts, too.
+    """
+    return _once(program, _regathered)
+
+
+def recomputed(program: Program) -> set[Node]:
+    """Values inside of a region of activation checkpointing, which nothing outside of it reads: they are not saved."""
+    return _once(program, _recomputed)
+
+
+def _once(program: Program, analysis: Callable[[Program], T]) -> T:
+    if analysis.__name__ not in program.found:
+        program.found[analysis.__name__] = analysis(program)
+    found: T = program.found[analysis.__name__]
+    return found
+
+
+def _gradients(program: Program) -> set[Node]:
     requires = {a.node for a in program.arguments if a.requires_grad}
     found: set[Node] = set()
     for node in program.graph.graph.nodes:
@@ -43,8 +76,7 @@ def _detaches(node: Node) -> bool:
     return node.target is torch.ops.aten.detach.default
 
 
-def readings(program: Program) -> dict[Node, list[Slot]]:
-    """Per value, who reads it."""
+def _readings(program: Program) -> dict[Node, list[Slot]]:
     graph = program.graph.graph
     found: dict[Node, list[Slot]] = {}
     for node in graph.nodes:
@@ -58,13 +90,8 @@ def readings(program: Program) -> dict[Node, list[Slot]]:
     return found
 
 
-def regathered(program: Program, grads: set[Node], slots: Mapping[Node, list[Slot]]) -> set[Slot]:
-    """Readings whose value some backward needs: a gathered copy made for one of them is gathered again in backward.
-
-    A reading by a view counts when one of the view's own readings does, as both are the same memory; a reading by an op
-    that is computed again (`recomputed`) counts, too.
-    """
-    inner = recomputed(program, slots)
+def _regathered(program: Program) -> set[Slot]:
+    grads, slots, inner = gradients(program), readings(program), recomputed(program)
     found: set[Slot] = set()
     alive: set[Node] = set()  # values with such a reading
     for node in reversed(program.graph.graph.nodes):
@@ -81,8 +108,8 @@ def regathered(program: Program, grads: set[Node], slots: Mapping[Node, list[Slo
     return found
 
 
-def recomputed(program: Program, slots: Mapping[Node, list[Slot]]) -> set[Node]:
-    """Values inside of a region of activation checkpointing, which nothing outside of it reads: they are not saved."""
+def _recomputed(program: Program) -> set[Node]:
+    slots = readings(program)
     leaving: set[Node] = set()
     inner: set[Node] = set()
     for node in reversed(program.graph.graph.nodes):
