@@ -8,6 +8,7 @@ of its readers, so that placements can be compared atom by atom.
 
 from __future__ import annotations
 
+import functools
 import math
 import operator
 from collections.abc import Collection, Mapping
@@ -35,7 +36,7 @@ class ValueShape:
     dtype: torch.dtype
     true: tuple[int, ...] = ()
 
-    @property
+    @functools.cached_property
     def atoms(self) -> tuple[int, ...]:
         return tuple(n for dim in self.dims for n in dim)
 

@@ -8,8 +8,9 @@ one candidate. What would not fit into a device's memory comes last.
 
 from __future__ import annotations
 
+import functools
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from ..errors import GridError, PlanError
@@ -109,13 +110,14 @@ def choose(
         PlanError: as `build_step`; or nothing fits into `options.memory_budget`.
     """
     factors = Factors(program.graph.graph)
+    groups = functools.cache(lambda: padding.classes(factors))
     levels = ("none", "weights", "all") if options.regather == "auto" else (options.regather,)
     trials = []
     with stage("comparing grids", len(grids)) as step_done:
         for number, (grid, same) in enumerate(grids):
             step_done(number)
             for level in levels:
-                trials.append(_tried(program, grid, same, hardware, replace(options, regather=level), factors))
+                trials.append(_tried(program, grid, same, hardware, replace(options, regather=level), factors, groups))
         nodes = max(1, len(program.graph.graph.nodes))
         room = hardware.capacity if options.memory_budget is None else math.inf
         trials.sort(key=lambda t: (t.kept > room, t.decisions.cost))
@@ -263,9 +265,17 @@ def _too_large(best: _Built, budget: int) -> str:
 
 
 def _tried(
-    program: Program, grid: Grid, same: tuple[str, ...], hardware: Hardware, options: Options, factors: Factors
+    program: Program,
+    grid: Grid,
+    same: tuple[str, ...],
+    hardware: Hardware,
+    options: Options,
+    factors: Factors,
+    groups: Callable[[], list[padding.FactorClass]],
 ) -> _Trial:
-    found, decisions = padding.best(factors, grid, lambda trial: decide(program, trial, grid, hardware, options))
+    found, decisions = padding.best(
+        factors, grid, lambda trial: decide(program, trial, grid, hardware, options), groups
+    )
     kept = memory(program, found, decisions, options.regather)
     return _Trial(grid, options, found, decisions, kept, None, same)
 

@@ -138,15 +138,26 @@ def _pad_spec(node: Node, spec: OpSpec, new: Mapping[tuple[Node, int], int]) -> 
     return replace(spec, sizes=sizes, true=true, whole=frozenset(whole), fills=fills, flops=flops)
 
 
-def best(factors: Factors, grid: Grid, plan: Callable[[Factors], Decisions]) -> tuple[Factors, Decisions]:
-    """The cheapest plan over which classes are padded, and to what: one class after the other, most work first."""
+def best(
+    factors: Factors,
+    grid: Grid,
+    plan: Callable[[Factors], Decisions],
+    groups: Callable[[], list[FactorClass]] | None = None,
+) -> tuple[Factors, Decisions]:
+    """The cheapest plan over which classes are padded, and to what: one class after the other, most work first.
+
+    Args:
+        groups: gives `classes(factors)`, for who asks for many grids.
+    """
     chosen: dict[FactorClass, int] = {}
     found, decisions = factors, plan(factors)
     sizes = [grid.axis_size(a) for a in grid.axes]
     atoms = {n for shape in factors.values.values() for n in shape.atoms}
     if not any(n % size for n in atoms for size in sizes if n > 1):
         return found, decisions
-    odd = [c for c in classes(factors) if c.length > 1 and any(c.length % size for size in sizes)]
+    odd = [
+        c for c in (groups() if groups else classes(factors)) if c.length > 1 and any(c.length % size for size in sizes)
+    ]
     # What the planner sets aside, label arithmetic for instance, costs nothing either way.
     odd = [c for c in odd if any(node.name in decisions.seconds for node, _ in c.factors)]
     for group in sorted(odd, key=lambda c: c.work, reverse=True)[:_MOST_CLASSES]:
