@@ -1,13 +1,17 @@
 """bucket: an emitted graph -> the same with small collectives merged. A merged one pays its latency once.
 
-Collectives of one kind, axis and dtype become one coalesced collective when each is small (its bytes take less time
-than its latency) and there is a place in the graph where all of them may run. Three sorts are kept apart, as they
-are scheduled in different ways:
+Collectives of one kind, axis and dtype become one coalesced collective when each is small and there is a place in the
+graph where all of them may run. Three sorts are kept apart, as they are scheduled in different ways:
 
 - *ahead*: gathers of what is there from the beginning (weights, saved shards). They run before their first reader.
 - *late*: reductions that only the output reads (gradients). They run when the last of them is ready.
 - what is between: they run where all are ready and none is read, and no heavy op (matmul, convolution, attention)
   stands between them.
+
+What is small depends on the sort. On what is between a reader waits, so there it is what takes less time to send than
+its latency. The first two run beside compute, all but one bucket: the first of those ahead, the last of the late ones.
+If all of a sort take T to send and go in k buckets, k latencies l are paid and T/k cannot hide. That is least where a
+bucket takes sqrt(T l) to send.
 
 Gathers bring the same values, bit for bit. Sums may be taken in another order: `gloo` and `nccl` cut what they reduce
 into other pieces.
@@ -15,6 +19,7 @@ into other pieces.
 
 from __future__ import annotations
 
+import math
 import operator
 from collections import defaultdict
 from collections.abc import Iterable
@@ -47,8 +52,10 @@ COALESCED = {
     c10d.all_reduce.default: c10d.all_reduce_coalesced.default,
 }
 
-# A bucket sends for at most this many times its latency, so that its first reader does not wait long for the others.
+# A bucket may send for so many times its latency, so that its first reader does not wait long for the others.
 _FULL = 2.0
+
+AHEAD, LATE = _HIDDEN = ("ahead", "late")
 
 
 def bucket(module: GraphModule, grid: Grid, hardware: Hardware, *, memory: float = 0.05) -> GraphModule:
@@ -64,7 +71,7 @@ def bucket(module: GraphModule, grid: Grid, hardware: Hardware, *, memory: float
     facts = _Facts(nodes, grid, hardware)
     peak = int(live_bytes(nodes).max(initial=0))
     # Several buckets hold memory at once: of each axis, gathered and not yet reduced.
-    for share in (memory / 2, memory / 8, memory / 32):
+    for share in (memory, memory / 2, memory / 4, memory / 16):
         buckets = _choose(facts, share * peak)
         if not buckets:
             break
@@ -89,11 +96,13 @@ class _Facts:
     Attributes:
         index: position of each node.
         tail: nodes of which nothing but the output is made, by light work.
-        starts: starts that may be merged, in order; `number` of each, a bit in `before`.
-        before: per node, the mergeable starts that it depends on, as bits.
-        windows, cost: per mergeable start its window, and its bytes' time over its latency.
-        held: bytes that it holds, gathered or not yet reduced.
-        sort: what starts of one bucket have in common.
+        cost: per start that has a coalesced form, its bytes' time over its latency; `number` of each, a bit in
+            `before`.
+        before: per node, the starts in `cost` that it depends on, as bits.
+        windows: per start in `cost` its window.
+        sort: what starts of one bucket have in common; `full`, by sort: the most that a bucket of it may cost.
+        starts: those in `cost` that are small, in order.
+        held: bytes that each of these holds, gathered or not yet reduced.
     """
 
     def __init__(self, nodes: list[Node], grid: Grid, hardware: Hardware) -> None:
@@ -104,13 +113,9 @@ class _Facts:
         for node in nodes:
             if node.target in COALESCED:
                 link = link_of(node, hardware, grid)
-                taken = sent_bytes(node, grid) / link.bandwidth
-                if taken < link.latency:
-                    self.cost[node] = taken / link.latency
-        self.starts = list(self.cost)
-        storage = Storage(nodes)
-        self.held = {n: storage.size[n] + sum(storage.size[m] for m in _own(storage.reads[n])) for n in self.starts}
-        number = {n: i for i, n in enumerate(self.starts)}
+                if link.latency:
+                    self.cost[node] = sent_bytes(node, grid) / link.bandwidth / link.latency
+        number = {n: i for i, n in enumerate(self.cost)}
         self.before: dict[Node, int] = {}
         for node in nodes:
             bits = 0
@@ -124,8 +129,15 @@ class _Facts:
         for node in nodes:
             depth += is_heavy(node)
             depths.append(depth)
-        self.windows = {n: _Window(r := ready[n], deadline[n], depths[r] if r >= 0 else 0) for n in self.starts}
-        self.sort = {n: self._sort(n) for n in self.starts}
+        self.windows = {n: _Window(r := ready[n], deadline[n], depths[r] if r >= 0 else 0) for n in self.cost}
+        self.sort = {n: self._sort(n) for n in self.cost}
+        total: dict[tuple[Any, ...], float] = defaultdict(float)
+        for start, sort in self.sort.items():
+            total[sort] += self.cost[start]
+        self.full = {s: max(_FULL, math.sqrt(t)) if s[0] in _HIDDEN else _FULL for s, t in total.items()}
+        self.starts = [n for n in self.cost if 2.0 * self.cost[n] < self.full[self.sort[n]]]
+        storage = Storage(nodes)
+        self.held = {n: self._held(n, storage) for n in self.starts}
 
     def _ready(self) -> tuple[set[Node], dict[Node, int]]:
         ahead: set[Node] = set()
@@ -151,8 +163,13 @@ class _Facts:
         return deadline
 
     def _sort(self, node: Node) -> tuple[Any, ...]:
-        when = "ahead" if node in self.ahead else "late" if node in self.tail else str(self.windows[node].depth)
+        when = AHEAD if node in self.ahead else LATE if node in self.tail else str(self.windows[node].depth)
         return (when, node.target, axis_of(node), node.meta["val"].dtype, *map(str, node.args[1:]))
+
+    def _held(self, node: Node, storage: Storage) -> int:
+        # A gradient's reduced form is kept to the end, in a bucket or not.
+        result = 0 if self.sort[node][0] == LATE else storage.size[node]
+        return result + sum(storage.size[n] for n in storage.reads[node] if n.op == "call_function")
 
 
 def _tail(nodes: list[Node]) -> set[Node]:
@@ -164,11 +181,6 @@ def _tail(nodes: list[Node]) -> set[Node]:
     return found
 
 
-def _own(nodes: Iterable[Node]) -> list[Node]:
-    """Those that belong to the graph; its inputs belong to the caller, who keeps them anyway."""
-    return [n for n in nodes if n.op == "call_function"]
-
-
 def _choose(facts: _Facts, room: float) -> list[list[Node]]:
     """Sets of starts to merge, each of two or more, that hold at most `room` bytes."""
     sorts: dict[tuple[Any, ...], list[Node]] = defaultdict(list)
@@ -178,7 +190,7 @@ def _choose(facts: _Facts, room: float) -> list[list[Node]]:
     found: list[list[Node]] = []
     ancestors = _Ancestors(facts)
     for (when, *_), members in sorts.items():
-        if when == "ahead":
+        if when == AHEAD:
             members = sorted(members, key=lambda n: facts.windows[n].deadline)
         held: list[Node] = []
         for start in members:
@@ -195,7 +207,7 @@ def _choose(facts: _Facts, room: float) -> list[list[Node]]:
 def _fit(facts: _Facts, members: list[Node], room: float) -> bool:
     windows = [facts.windows[n] for n in members]
     together = max(w.ready for w in windows) < min(w.deadline for w in windows)
-    short = sum(facts.cost[n] for n in members) <= _FULL
+    short = sum(facts.cost[n] for n in members) <= facts.full[facts.sort[members[0]]]
     return together and short and sum(facts.held[n] for n in members) <= room
 
 

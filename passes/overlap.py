@@ -359,15 +359,18 @@ class _Work:
 
     def _fits(self, node: Node) -> bool:
         """Whether a node may run now: there is room for it, and will be for what it overtakes, when that runs."""
-        return self.memory.needed((*self.facts.closure(node, self.emitted), node)) <= self.bound
+        return self.memory.needed(node, self._with(node)) <= self.bound
 
     # -- emitting --------------------------------------------------------------------------------------------------
 
+    def _with(self, node: Node) -> list[Node]:
+        """A node with all that must run before it, and the items of tuples among them."""
+        all_of = (m for n in (*self.facts.closure(node, self.emitted), node) for m in (n, *self.facts.items(n)))
+        return [m for m in dict.fromkeys(all_of) if m not in self.emitted]
+
     def _emit(self, node: Node) -> None:
-        for n in (*self.facts.closure(node, self.emitted), node):
-            for m in (n, *self.facts.items(n)):
-                if m not in self.emitted:
-                    self._append(m)
+        for n in self._with(node):
+            self._append(n)
         if is_start(node):
             self.network.advance(self.now)
             self.network.start(node)
@@ -417,7 +420,7 @@ def _prefetch(facts: _Facts, order: list[Node], time: list[float], lead: int, bo
         axis = axis_of(start)
         before = chain[start] = facts.closure(start, ())
         # Until it is waited for, a collective holds its result and what it reads.
-        extra = facts.storage.size[start] + sum(
+        extra = sum(facts.storage.size[n] for n in (start, *facts.items(start))) + sum(
             facts.storage.size[n] for n in facts.storage.reads[start] if n.op == "call_function"
         )
         at = end = need.get(start, position[start])

@@ -7,6 +7,7 @@ one link share its bandwidth. A link that was idle lets its burst through at onc
 
 from __future__ import annotations
 
+import operator
 from collections import defaultdict, deque
 from collections.abc import Sequence
 from collections.abc import Set as AbstractSet
@@ -17,7 +18,7 @@ from torch.fx import GraphModule, Node
 
 from ..grid import Grid
 from ..hardware import Hardware, Link
-from .timing import axis_of, is_start, is_view, is_wait, link_of, output_bytes, seconds, sent_bytes
+from .timing import axis_of, is_start, is_view, is_wait, link_of, output_bytes, seconds, sent_bytes, value_bytes
 
 
 @dataclass(frozen=True)
@@ -193,7 +194,8 @@ class Storage:
     `reads[node]`, the nodes whose memory it needs.
 
     A collective works on its input until it is waited for, so a wait counts as a reader of that too. Inputs of the
-    graph belong to the caller, who keeps them: they have a size and no end.
+    graph belong to the caller, who keeps them: they have a size and no end. The items of a tuple end one by one, so
+    each owns its memory; they must be taken right after it.
     """
 
     def __init__(self, nodes: Sequence[Node]) -> None:
@@ -205,8 +207,13 @@ class Storage:
             if is_wait(node) and (start := start_of(node)) is not None:
                 owners += [owner[n] for n in start.all_input_nodes]
             self.reads[node] = tuple(dict.fromkeys(owners))
-            aliased = is_view(node) and isinstance(node.args[0], Node)
-            owner[node] = owner[node.args[0]] if aliased else node  # type: ignore[index]
+            source = node.args[0] if is_view(node) else None
+            if isinstance(source, Node) and node.target is operator.getitem and owner[source] is source:
+                owner[node], self.size[node] = node, value_bytes(node)
+                self.size[source] = max(0, self.size[source] - self.size[node])
+                continue
+            aliased = isinstance(source, Node)
+            owner[node] = owner[source] if aliased else node  # type: ignore[index]
             self.size[node] = 0 if aliased or node.op == "output" else output_bytes(node)
 
 
@@ -249,9 +256,10 @@ class Forecast:
                 self.readers[owner].append(node)
         self.reads_left = {owner: len(nodes) for owner, nodes in self.readers.items()}
 
-    def needed(self, new: tuple[Node, ...]) -> int:
-        """The peak, from now on, if these nodes ran now and all others in the plain order."""
-        last = self.position[new[-1]]
+    def needed(self, node: Node, new: Sequence[Node]) -> int:
+        """The peak, from now on, if a node and what must run with it (`new`, all) ran now, and all others in the plain
+        order."""
+        last = self.position[node]
         size = self.storage.size
         now = self.now + sum(size[n] for n in new)
         if last <= self.next:

@@ -166,7 +166,12 @@ def seconds(node: Node, hardware: Hardware, grid: Grid) -> float:
 
 def output_bytes(node: Node) -> int:
     """Bytes that a node allocates for its results."""
-    return 0 if is_view(node) else sum(v.numel() * v.dtype.itemsize for v in _values(node))
+    return 0 if is_view(node) else value_bytes(node)
+
+
+def value_bytes(node: Node) -> int:
+    """Bytes of a node's results, whosever memory they lie in."""
+    return sum(v.numel() * v.dtype.itemsize for v in _values(node))
 
 
 def _attention_flops(node: Node, *, backward: bool) -> int:

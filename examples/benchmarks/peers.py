@@ -5,8 +5,8 @@
 
 Each system trains in its recommended form, with AdamW, from the same weights on the same global batch. Steps of all
 systems are interleaved, so that what else the machine does hits all of them. Rank 0 writes times, bytes that left its
-link, the most bytes of tensors alive on any rank, and losses; `report` prints tables. Without a rate, links are those
-of one machine.
+link, CPU seconds (the mean over ranks), the most bytes of tensors alive on any rank, and losses; `report` prints
+tables. Without a rate, links are those of one machine.
 """
 
 from __future__ import annotations
@@ -45,6 +45,7 @@ if str(ROOT) not in sys.path:
     sys.path.insert(0, str(ROOT))
 
 import autopar3d  # noqa: E402
+from autopar3d import Grid  # noqa: E402
 from autopar3d.hardware import Hardware, Link  # noqa: E402
 from examples.gpt import GPT, Attention, GPTConfig  # noqa: E402
 
@@ -52,7 +53,7 @@ SENT = Path("/sys/class/net/eth0/statistics/tx_bytes")
 
 # hidden: layers, batch, sequence, heads; the last is to try the script
 SHAPES = {512: (2, 16, 128, 8), 1024: (2, 8, 128, 8), 256: (4, 64, 128, 8), 64: (1, 8, 16, 8)}
-GRIDS = ((8, 1, 1), (1, 8, 1), (2, 4, 1), (2, 2, 2))
+GRIDS = tuple(Grid(*sizes) for sizes in ((8, 1, 1), (1, 8, 1), (2, 4, 1), (2, 2, 2)))
 
 
 class Trainer:
@@ -88,7 +89,8 @@ class Trainer:
         with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as found:
             self.step()
         alive = most = 0
-        tops = [e for e in found.events() or [] if e.cpu_parent is None]
+        # What an asynchronous collective spans is counted where it happens.
+        tops = [e for e in found.events() or [] if e.cpu_parent is None and not e.is_async]
         for event in sorted(tops, key=lambda e: e.time_range.start):
             alive += event.cpu_memory_usage
             most = max(most, alive)
@@ -205,14 +207,16 @@ def fsdp2_tp(hidden: int, size: int) -> System:
 
 
 def hardware_of(rate: float | None) -> Hardware:
-    """Eight ranks on this machine's two cores, a link for each."""
-    link = Link(1.5e-3, (rate or 8000.0) * 1e6 / 8)
+    """Eight ranks on this machine's two cores, a link for each.
+
+    `calibrate` gives a latency of 4.5 ms, and 390 MB/s without a rate, when ranks have nothing else to do. Beside
+    compute a collective costs more: it takes 2 to 5 ms of CPU time on each of four ranks that share a core.
+    """
+    link = Link(1e-2, (rate or 3100.0) * 1e6 / 8)
     return Hardware("cluster", {"": 1.5e10}, 4.0e9, link, link, 1 << 30, "order of magnitude of the machine")
 
 
-def ours(
-    hidden: int, grid: tuple[int, int, int], rate: float | None, regather: str, overlap: bool, lanes: int = 1
-) -> System:
+def ours(hidden: int, grid: Grid, rate: float | None, regather: str, overlap: bool, lanes: int = 1) -> System:
     batch = batch_of(hidden)
     par = autopar3d.compile(
         GPT(config_of(hidden)),
@@ -224,12 +228,17 @@ def ours(
         lanes=lanes,
     )
     end = "" if overlap else ", no overlap"
-    name = f"autopar3d {grid[0]}x{grid[1]}x{grid[2]}{', two lanes' if lanes == 2 else end}"
+    name = f"autopar3d {text_of(grid)}{', two lanes' if lanes == 2 else end}"
     about = f"regather={regather}, {sum(par.plan.bytes.values()) / 1e6:.1f} MB, {par.plan.seconds:.2f} s predicted"
     return System(name, Trainer(par, batch), about)
 
 
-def best(hidden: int, rate: float | None, lanes: int | str) -> tuple[tuple[int, int, int], str, int]:
+def text_of(grid: Grid) -> str:
+    replicas = f" in {grid.replicas} replicas" if grid.replicas > 1 else ""
+    return f"{grid.x}x{grid.y}x{grid.z}{replicas}"
+
+
+def best(hidden: int, rate: float | None, lanes: int | str) -> tuple[Grid, str, int]:
     """Grid, regather and lanes of the shortest predicted step; found by rank 0, the others need not plan too."""
     choice: list[Any] = [None]
     if dist.get_rank() == 0:
@@ -238,7 +247,8 @@ def best(hidden: int, rate: float | None, lanes: int | str) -> tuple[tuple[int, 
         how = {"hardware": hardware_of(rate), "world_size": dist.get_world_size()}
         plans = {r: autopar3d.plan(model, "auto", batch, regather=r, lanes=lanes, **how) for r in ("all", "none")}
         regather = min(plans, key=lambda r: plans[r].seconds)
-        choice = [(plans[regather].grid, regather, plans[regather].lanes)]
+        grid = Grid(*plans[regather].grid, replicas=plans[regather].replicas)
+        choice = [(grid, regather, plans[regather].lanes)]
     dist.broadcast_object_list(choice)
     return choice[0]
 
@@ -251,18 +261,21 @@ def systems(hidden: int, rate: float | None, wanted: str) -> list[System]:
         ("fsdp2xtp2", lambda: fsdp2_tp(hidden, 2)),
         ("fsdp2xtp4", lambda: fsdp2_tp(hidden, 4)),
     ]
+    choice: list[tuple[Grid, str, int]] = []
     for overlap in (True, False):
         end = "" if overlap else "-off"
         for grid in GRIDS:
-            name = "x".join(map(str, grid)) + end
+            name = text_of(grid) + end
             found.append((name, lambda g=grid, o=overlap: ours(hidden, g, rate, "none", o)))  # type: ignore[misc]
             if overlap:
                 found.append((f"{name}-lanes", lambda g=grid: ours(hidden, g, rate, "none", True, 2)))  # type: ignore[misc]
 
         def auto(overlap: bool = overlap) -> System:
-            grid, regather, lanes = best(hidden, rate, "auto" if overlap else 1)
-            made = ours(hidden, grid, rate, regather, overlap, lanes)
-            size = "x".join(map(str, grid)) + (", two lanes" if lanes == 2 else "")
+            if not choice:
+                choice.append(best(hidden, rate, "auto"))
+            grid, regather, lanes = choice[0]
+            made = ours(hidden, grid, rate, regather, overlap, lanes if overlap else 1)
+            size = text_of(grid) + (", two lanes" if overlap and lanes == 2 else "")
             return System(f"autopar3d auto{'' if overlap else ', no overlap'}", made.train, f"{size}, {made.about}")
 
         found.append((f"auto{end}", auto))
@@ -288,25 +301,30 @@ def run(arguments: argparse.Namespace) -> None:
     dist.init_process_group("gloo")
     made = systems(arguments.hidden, arguments.rate, arguments.systems)
     walls: dict[str, list[float]] = {s.name: [] for s in made}
+    busy: dict[str, list[float]] = {s.name: [] for s in made}
     bytes_sent: dict[str, list[int]] = {s.name: [] for s in made}
     losses: dict[str, list[float]] = {s.name: [] for s in made}
     for turn in range(arguments.repeats + 1):
         for i in range(len(made)):
             system = made[(i + turn) % len(made)]
             dist.barrier()
-            before, began = sent(), time.perf_counter()
+            before, began, worked = sent(), time.perf_counter(), time.process_time()
             losses[system.name].append(system.train.step())
+            worked = time.process_time() - worked
             dist.barrier()
             if turn:  # the first is to warm up
                 walls[system.name].append(time.perf_counter() - began)
                 bytes_sent[system.name].append(sent() - before)
+                busy[system.name].append(worked)
         if dist.get_rank() == 0:
             print(f"turn {turn}", {n: round(w[-1], 2) for n, w in walls.items() if w}, flush=True)
-    peaks = {}
+    peaks, busy_of = {}, {}
     for system in made:
         each: list[Any] = [None] * dist.get_world_size()
         dist.all_gather_object(each, system.train.peak())
         peaks[system.name] = max(each)
+        dist.all_gather_object(each, statistics.median(busy[system.name]))
+        busy_of[system.name] = sum(each) / len(each)
     if dist.get_rank() == 0:
         report = {
             "hidden": arguments.hidden,
@@ -317,6 +335,7 @@ def run(arguments: argparse.Namespace) -> None:
                     "about": s.about,
                     "seconds": walls[s.name],
                     "bytes": statistics.median(bytes_sent[s.name]),
+                    "cpu": busy_of[s.name],
                     "losses": losses[s.name],
                     "peak": peaks[s.name],
                 }
@@ -340,14 +359,14 @@ def show(reports: list[dict[str, Any]]) -> None:
         peers = {n: m for n, m in medians.items() if not n.startswith("autopar3d")}
         least = min(peers.values(), default=math.nan)
         print(f"\n### d={report['hidden']}, {layers} layers, {batch} x {sequence} tokens, {rate}\n")
-        print("| system | s/step | from .. to | MB sent | MB peak | best peer / this | last loss | |")
-        print("|---|---|---|---|---|---|---|---|")
+        print("| system | s/step | from .. to | CPU s | MB sent | MB peak | best peer / this | last loss | |")
+        print("|---|---|---|---|---|---|---|---|---|")
         for name, s in found.items():
             low, high = min(s["seconds"]), max(s["seconds"])
             ratio = f"{least / medians[name]:.2f}" if peers else ""
             print(
-                f"| {name} | {medians[name]:.2f} | {low:.2f} .. {high:.2f} | {s['bytes'] / 1e6:.1f} "
-                f"| {s.get('peak', math.nan) / 1e6:.0f} | {ratio} "
+                f"| {name} | {medians[name]:.2f} | {low:.2f} .. {high:.2f} | {s.get('cpu', math.nan):.2f} "
+                f"| {s['bytes'] / 1e6:.1f} | {s.get('peak', math.nan) / 1e6:.0f} | {ratio} "
                 f"| {s['losses'][-1]:.5f} | {s['about']} |"
             )
         last = [s["losses"][-1] for s in found.values()]

@@ -161,12 +161,42 @@ def test_norms_and_biases_of_a_layer_cost_one_collective_per_axis_and_direction(
 
 
 def _moves_vectors(start: Any, weights: str) -> bool:
-    """Whether a collective moves nothing but 1-d parameters, or gradients of them."""
+    """Whether a collective moves 1-d parameters, or gradients of them, alone or beside others."""
     vals = start.meta["val"] if isinstance(start.meta["val"], list) else [start.meta["val"]]
     near = start.all_input_nodes if weights == "placeholder" else start.users
     if weights == "placeholder":
-        return all(v.dim() == 1 for v in vals) and all(n.op == "placeholder" for n in near)
-    return all(v.numel() <= 128 for v in vals) and "reduce_scatter" in start.name
+        return any(v.dim() == 1 for v in vals) and all(n.op == "placeholder" for n in near)
+    return any(v.numel() <= 128 for v in vals) and "reduce_scatter" in start.name
+
+
+def test_large_gradients_go_in_as_many_buckets_as_cost_least() -> None:
+    """All take 100 latencies to send: ten buckets pay ten, and the last of them, ten more, cannot hide."""
+
+    def backward(x: Tensor, grad: Tensor) -> tuple[Tensor, ...]:
+        found = []
+        for _ in range(100):
+            grad = torch.relu(grad @ x)
+            found.append(_all_reduce(x.T @ grad, X))
+        return tuple(found)
+
+    link = Link(1e-2, 512 / 1e-2)  # 8 x 8 of float64, all-reduced by two ranks: 512 bytes sent
+    found = bucket(graph_of(backward, (8, 8), (8, 8)), GRID, Hardware("toy", {"": 1e6}, 1e9, link, link, 8), memory=9.0)
+    assert [c.bytes for c in collectives(found)] == [10 * 512] * 10
+
+
+def test_items_of_a_tuple_end_one_by_one() -> None:
+    """A norm's small gradient waits for others; the gradient of its input, made with it, need not be kept for that."""
+
+    def backward(x: Tensor, w: Tensor) -> tuple[Tensor, ...]:
+        found = []
+        for _ in range(4):
+            _, mean, rstd = torch.ops.aten.native_layer_norm(x, [8], w, None, 1e-5)
+            x, dw, _ = torch.ops.aten.native_layer_norm_backward(x, x, [8], mean, rstd, w, None, [True, True, False])
+            found.append(_all_reduce(dw, X))
+        return tuple(found)
+
+    module = graph_of(backward, (4096, 8), (8,))
+    assert len(collectives(module)) == 4 and len(collectives(bucketed(module, 0.01))) == 1
 
 
 def test_many_buckets_take_no_long() -> None:
