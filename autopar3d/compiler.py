@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -19,6 +20,7 @@ from .layout import Layout
 from .module import Engine, ParallelModule, called_with
 from .passes.defer import Deferred, defer
 from .precision import ambient, autocast
+from .private import saved_tensors_are_hooked
 from .program import Program
 from .progress import stage, watching
 from .ranks import runtime
@@ -136,9 +138,16 @@ class Compiler(Engine):
     @_settled
     def prepare(self, module: ParallelModule, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Prepared:
         modes = {path: m.training for path, m in module.named_modules(remove_duplicate=False)}
-        # Hooks on saved tensors around the call, as of torch.utils.checkpoint, are not for those of traces.
-        with torch.autograd.graph.saved_tensors_hooks(_as_it_is, _as_it_is):
-            step, made = self._jointly(described(args, kwargs), lambda: self._prepare(module, args, kwargs, modes))
+
+        def plan() -> tuple[Step, Plan]:
+            return self._jointly(described(args, kwargs), lambda: self._prepare(module, args, kwargs, modes))
+
+        if saved_tensors_are_hooked():
+            # As by torch.utils.checkpoint around the call. They are not for tensors of traces, and are a thread's.
+            with ThreadPoolExecutor(1) as other:
+                step, made = other.submit(plan).result()
+        else:
+            step, made = plan()
         if self.model is not None:
             take_over(module, self.model, step, self.executor, self.device, self.seed)
             self.model = None
@@ -243,10 +252,6 @@ class Compiler(Engine):
                     f'input {name}: with inputs="sharded" a call of this shape would be cut in another way '
                     "than the example inputs were; use one batch size per compile, or global inputs"
                 )
-
-
-def _as_it_is(tensor: Tensor) -> Tensor:
-    return tensor
 
 
 def _checked(given: Plan | None, options: Options) -> Plan | None:

@@ -89,6 +89,11 @@ def post_accumulate_hooks_of(tensor: Tensor) -> tuple[Callable[..., Any], ...]:
     return tuple((tensor._post_accumulate_grad_hooks or {}).values())
 
 
+def saved_tensors_are_hooked() -> bool:
+    """Whether `saved_tensors_hooks` are on in this thread. There is no public way to ask."""
+    return torch._C._autograd._top_saved_tensors_default_hooks(False) is not None
+
+
 def keeps_graph() -> bool:
     """Inside a backward: whether it was called with `retain_graph=True`, so that it may be called once more."""
     return torch._C._autograd._get_current_graph_task_keep_graph()  # type: ignore[no-any-return, attr-defined, unused-ignore]
@@ -154,6 +159,7 @@ __all__ = [
     "register_process_group",
     "remove_batch_dim",
     "resolve_process_group",
+    "saved_tensors_are_hooked",
     "set_grad",
     "set_grad_unseen",
     "set_group_timeout",

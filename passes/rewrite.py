@@ -7,7 +7,6 @@ reduction of its gradient.
 
 from __future__ import annotations
 
-import functools
 import operator
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -75,21 +74,16 @@ class LocalProgram:
     """The program of one rank, before differentiation.
 
     Attributes:
-        body: takes the local pieces of `Program.arguments`, returns the local pieces of the results with a node.
+        graph: takes the local pieces of `Program.arguments`, returns the local pieces of the results with a node.
         arguments: per argument its layout.
         results: per result with a node its layout.
         movements: every change of layout, in program order, with the collectives of forward, backward and regather.
     """
 
-    body: Graph
+    graph: GraphModule
     arguments: tuple[Layout, ...]
     results: tuple[Layout, ...]
     movements: tuple[Movement, ...]
-
-    @functools.cached_property
-    def graph(self) -> GraphModule:
-        """Runs `body`. Made when it is asked for: most candidates for a grid never run."""
-        return GraphModule(torch.nn.Module(), self.body)
 
 
 def rewrite(program: Program, factors: Factors, decisions: Decisions, *, regather: str = "all") -> LocalProgram:
@@ -98,6 +92,13 @@ def rewrite(program: Program, factors: Factors, decisions: Decisions, *, regathe
     Where the decisions' grid has lanes, what lies along them is there once per lane.
     """
     return _Rewriter(program, factors, decisions, regather).run()
+
+
+def moves(program: Program, factors: Factors, decisions: Decisions, *, regather: str = "all") -> tuple[Movement, ...]:
+    """The movements of `rewrite`, without a module that runs."""
+    rewriter = _Rewriter(program, factors, decisions, regather)
+    rewriter.emit()
+    return rewriter.made()
 
 
 class _Rewriter:
@@ -114,9 +115,18 @@ class _Rewriter:
         self.movements: list[Movement] = []
         self.numbers: dict[Node, int] = {}  # local node of a movement -> its number
         self.between: set[Node] = set()  # local nodes that take values from lane to lane
+        self.dead: set[int] = set()  # movements that nobody reads
         self.again: set[int] = set()  # movements whose result some backward needs
 
     def run(self) -> LocalProgram:
+        layouts = self.emit()
+        arguments = tuple(
+            self._layout(n, self.decisions.storage[n.name]) for n in self.source.nodes if n.op == "placeholder"
+        )
+        return LocalProgram(GraphModule(torch.nn.Module(), self.graph), arguments, layouts, self.made())
+
+    def emit(self) -> tuple[Layout, ...]:
+        """Fill the graph; the layouts of its results."""
         for node in self.source.nodes:
             if node.op == "placeholder":
                 self._placeholder(node)
@@ -124,22 +134,20 @@ class _Rewriter:
                 self._op(node)
         results, layouts = self._results()
         self.graph.output(tuple(results))
-        dead = self._erase_unread()
+        self._erase_unread()
         self.graph.lint()
-        arguments = tuple(
-            self._layout(n, self.decisions.storage[n.name]) for n in self.source.nodes if n.op == "placeholder"
-        )
-        movements = tuple(self._final(i) for i in range(len(self.movements)) if i not in dead)
-        return LocalProgram(self.graph, arguments, tuple(layouts), movements)
+        return tuple(layouts)
 
-    def _erase_unread(self) -> set[int]:
+    def made(self) -> tuple[Movement, ...]:
+        """The movements that were emitted and are read."""
+        return tuple(self._final(i) for i in range(len(self.movements)) if i not in self.dead)
+
+    def _erase_unread(self) -> None:
         """Drop copies that no reader took after all (it may have found its placement made already)."""
-        dead = set()
         for node in reversed(self.graph.nodes):
             if (node in self.numbers or node in self.between) and not node.users:
-                dead.update([self.numbers[node]] if node in self.numbers else [])
+                self.dead.update([self.numbers[node]] if node in self.numbers else [])
                 self.graph.erase_node(node)
-        return dead
 
     def _final(self, number: int) -> Movement:
         """The movement without the regather of a copy that no backward needs."""

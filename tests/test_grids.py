@@ -125,7 +125,7 @@ def estimated(program: Program, grid: Grid, regather: str) -> tuple[float, int]:
     factors = Factors(program.graph.graph)
     decisions = decide(program, factors, grid, PROFILES["cpu"], Options(regather=regather))
     local = rewrite(program, factors, decisions, regather=regather)
-    found = estimate(program, decisions, local, memory(program, factors, decisions, regather))
+    found = estimate(program, decisions, local.movements, memory(program, factors, decisions, regather))
     assert found.compute <= found.seconds <= decisions.cost + found.compute
     return found.seconds, found.memory["activations"]
 

@@ -18,7 +18,7 @@ from torch.fx import Node
 
 from ..cost import link_seconds
 from ..hardware import Link
-from ..passes.rewrite import LocalProgram, Movement
+from ..passes.rewrite import Movement
 from ..plan import Decisions
 from ..program import Program, region
 from ..redistribute import State, Transfer, route
@@ -47,13 +47,13 @@ class Estimate:
     memory: dict[str, int]
 
 
-def estimate(program: Program, decisions: Decisions, local: LocalProgram, memory: dict[str, int]) -> Estimate:
+def estimate(program: Program, decisions: Decisions, moves: Sequence[Movement], memory: dict[str, int]) -> Estimate:
     """Predict a step from what propagate and rewrite found; `memory`: see the function."""
-    clock = _Clock(program, decisions, local)
+    clock = _Clock(program, decisions, moves)
     clock.forward()
     clock.backward()
     sent = dict.fromkeys(decisions.grid.axes, 0.0)
-    for m in local.movements:
+    for m in moves:
         for t in m.transfers:
             sent[t.axis] += t.elements * m.dtype.itemsize
     return Estimate(clock.now, decisions.compute + clock.copying, clock.exposed, sent, memory)
@@ -62,7 +62,7 @@ def estimate(program: Program, decisions: Decisions, local: LocalProgram, memory
 class _Clock:
     """Time goes by. `ready`: when a value (its gradient, in backward) is there to be moved."""
 
-    def __init__(self, program: Program, decisions: Decisions, local: LocalProgram) -> None:
+    def __init__(self, program: Program, decisions: Decisions, moves: Sequence[Movement]) -> None:
         self.decisions, self.hardware = decisions, decisions.hardware
         graph = program.graph.graph
         self.ops = [n for n in graph.nodes if n.op == "call_function" and not is_getitem(n)]
@@ -71,7 +71,7 @@ class _Clock:
         self.inside: dict[str, list[Movement]] = {}
         self.of: dict[str, list[Movement]] = {}  # by the op whose result is moved
         makers = {n.name: producer(n)[0].name for n in graph.nodes if n.op == "call_function"}
-        for m in local.movements:
+        for m in moves:
             if m.kind == "inside":
                 self.inside.setdefault(m.reader, []).append(m)
             else:

@@ -16,7 +16,7 @@ from dataclasses import dataclass, replace
 from ..errors import GridError, PlanError
 from ..grid import REPLICAS, Grid, factorisations
 from ..hardware import Hardware
-from ..passes.rewrite import rewrite
+from ..passes.rewrite import moves
 from ..plan import Candidate, Decisions
 from ..program import Program
 from ..progress import stage
@@ -242,8 +242,8 @@ def _less(program: Program, hardware: Hardware, trial: _Trial, less: float, *, r
 
 
 def _estimated(program: Program, trial: _Trial) -> _Trial:
-    local = rewrite(program, trial.factors, trial.decisions, regather=trial.options.regather)
-    return replace(trial, estimate=estimate(program, trial.decisions, local, trial.memory))
+    made = moves(program, trial.factors, trial.decisions, regather=trial.options.regather)
+    return replace(trial, estimate=estimate(program, trial.decisions, made, trial.memory))
 
 
 def _too_large(best: _Built, budget: int) -> str:

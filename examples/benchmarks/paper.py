@@ -66,7 +66,7 @@ class Layer:
         decisions = decide(self.program, self.factors, Grid(*sizes), hardware, options)
         local = rewrite(self.program, self.factors, decisions, regather=options.regather)
         kept = memory(self.program, self.factors, decisions, options.regather)
-        return estimate(self.program, decisions, local, kept)
+        return estimate(self.program, decisions, local.movements, kept)
 
 
 def speedups(devices: int, sizes: list[tuple[int, int, int]], hardware: Hardware) -> list[tuple[object, ...]]:
