@@ -13,6 +13,7 @@ from torch.utils.checkpoint import checkpoint
 
 import autopar3d
 from autopar3d.errors import InputError, PlanError, StateError, TraceError
+from autopar3d.ranks.launch import Pool
 
 GRID = (2, 1, 2)
 
@@ -111,7 +112,11 @@ def test_torch_compile_of_the_result_runs_it_as_it_is() -> None:
     same(par, model)
 
 
-def test_torch_compile_and_checkpoint_around_a_rank() -> None:
+def test_torch_compile_and_checkpoint_around_a_rank(ranks: Pool) -> None:
+    ranks.run(_compile_and_checkpoint, ranks=1)
+
+
+def _compile_and_checkpoint() -> None:
     par, model = autopar3d.compile(make(), (1, 1, 1), rows()), make()
     torch.compile(par)(rows()).square().mean().backward()
     model(rows()).square().mean().backward()
