@@ -49,23 +49,21 @@ def take_over(
         arguments[name] = (argument, layout)
         if not source.is_meta:
             _hold(module, argument, layout, _from_first(source, executor), source.requires_grad, executor)
-    if not any(sources[name].is_meta for name in arguments):
-        return
-    firsts = {name: argument.names[0] for argument, _ in arguments.values() for name in argument.names}
-    _materialise(module, model, arguments, firsts, sources, executor, device, seed)
+    if any(sources[name].is_meta for name in arguments):
+        _materialise(module, model, arguments, sources, executor, device, seed)
 
 
 def _materialise(
     module: ParallelModule,
     model: nn.Module,
     arguments: Mapping[str, tuple[Argument, Layout]],
-    firsts: Mapping[str, str],
     sources: Mapping[str, Tensor],
     executor: Executor,
     device: torch.device,
     seed: int,
 ) -> None:
-    """Fill in what is on meta; `firsts` gives the first of a tensor's names by each of them."""
+    """Fill in what is on meta."""
+    firsts = {name: argument.names[0] for argument, _ in arguments.values() for name in argument.names}
     for name, value, written in initial_values(model, device, seed):
         first = firsts.get(name)
         if first is None or not sources[first].is_meta:

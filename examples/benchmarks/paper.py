@@ -18,7 +18,7 @@ from tabulate import tabulate
 
 from autopar3d.grid import Grid, factorisations
 from autopar3d.hardware import PROFILES, Hardware, Link
-from autopar3d.passes.rewrite import rewrite
+from autopar3d.passes.rewrite import moves
 from autopar3d.running.outputs import with_outputs
 from autopar3d.search.estimate import Estimate, estimate, memory
 from autopar3d.search.factors import Factors
@@ -64,9 +64,9 @@ class Layer:
     def step(self, scheme: str, sizes: Sizes, hardware: Hardware) -> Estimate:
         options = replace(self.options, scheme=scheme)
         decisions = decide(self.program, self.factors, Grid(*sizes), hardware, options)
-        local = rewrite(self.program, self.factors, decisions, regather=options.regather)
+        made = moves(self.program, self.factors, decisions, regather=options.regather)
         kept = memory(self.program, self.factors, decisions, options.regather)
-        return estimate(self.program, decisions, local.movements, kept)
+        return estimate(self.program, decisions, made, kept)
 
 
 def speedups(devices: int, sizes: list[tuple[int, int, int]], hardware: Hardware) -> list[tuple[object, ...]]:

@@ -17,7 +17,7 @@ from torch.utils.data import DataLoader, DistributedSampler
 import autopar3d
 
 sys.path.insert(0, str(Path(__file__).parent))
-from small import make, rows  # noqa: E402
+from small import make, rows, show  # noqa: E402
 
 
 def before(batch: int = 16) -> list[float]:
@@ -55,13 +55,5 @@ def after(batch: int = 16) -> list[float]:
     return losses
 
 
-def main() -> None:
-    dist.init_process_group("gloo")
-    for name, losses in ("before", before()), ("after", after()):
-        if dist.get_rank() == 0:
-            print(f"{name:6}", " ".join(f"{loss:.6f}" for loss in losses))
-    dist.destroy_process_group()
-
-
 if __name__ == "__main__":
-    main()
+    show(before, after)

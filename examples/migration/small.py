@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
@@ -45,3 +48,12 @@ def rows(hidden: int = 16, size: int = 64) -> TensorDataset:
     """Rows to be reversed."""
     x = torch.randn(size, hidden, generator=torch.Generator().manual_seed(1))
     return TensorDataset(x, x.flip(1))
+
+
+def show(before: Callable[[], list[float]], after: Callable[[], list[float]]) -> None:
+    """On each rank under torchrun: train both ways; rank 0 prints the losses."""
+    dist.init_process_group("gloo")
+    for name, losses in ("before", before()), ("after", after()):
+        if dist.get_rank() == 0:
+            print(f"{name:6}", " ".join(f"{loss:.6f}" for loss in losses))
+    dist.destroy_process_group()
