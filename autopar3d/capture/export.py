@@ -113,11 +113,13 @@ class _Flat(nn.Module):
         @functools.wraps(model.forward)  # export names the placeholders after this signature
         def forward(*args: Any, **kwargs: Any) -> tuple[Tensor, ...]:
             before = dict(model.named_buffers())
+            parameters = dict(model.named_parameters(remove_duplicate=False))
             # Regions last: it looks for its callers on the stack.
             with Hooks(model, on_parameters) as hooks, Functions(), Regions() as regions:
                 hooks.register_all()
                 output = model(*args, **kwargs)
                 _write_back(model, before)
+                _refuse_replaced(model, parameters)
             leaves, spec = flatten_output(output)
             tensors = tuple(leaf for _, leaf in leaves if isinstance(leaf, Tensor))
             if not tensors:
@@ -149,6 +151,18 @@ def _write_back(model: nn.Module, before: dict[str, Tensor]) -> None:
         path, _, attribute = name.rpartition(".")
         old.copy_(new)
         setattr(model.get_submodule(path), attribute, old)
+
+
+def _refuse_replaced(model: nn.Module, before: dict[str, nn.Parameter]) -> None:
+    """Raise if forward assigned a parameter: export would forget the new one, and train the old one."""
+    after = dict(model.named_parameters(remove_duplicate=False))
+    for name in dict.fromkeys((*before, *after)):
+        if before.get(name) is not after.get(name):
+            what = "replaces" if name in before else "registers"
+            raise TraceError(
+                f"forward {what} the parameter {name} of {type(model).__name__}, which a compiled graph cannot "
+                "represent; make it a buffer or a parametrization, or assign it outside the model, before compiling"
+            )
 
 
 def _refuse_custom_functions(outputs: list[Any], kept: set[type]) -> None:

@@ -323,6 +323,14 @@ REFUSED: dict[str, tuple[Callable[..., Any], str]] = {
         _change_weight,
         r"Model, at test_trace\.py:\d+, changes the parameter weight in place",
     ),
+    "parameter replaced": (
+        lambda self, x: setattr(self, "weight", nn.Parameter(self.weight * 2)) or x @ self.weight,
+        r"forward replaces the parameter weight of Model.*parametrization",
+    ),
+    "parameter made": (
+        lambda self, x: setattr(self, "made", nn.Parameter(torch.ones(4))) or x @ self.weight,
+        r"forward registers the parameter made of Model",
+    ),
     "input changed": (
         lambda self, x: x.add_(1) @ self.weight,
         r"changes its input args\[0\] in place.*clone",
