@@ -1,12 +1,15 @@
 """The same GPT, the same batch, on eight ranks with links of their own: DDP, FSDP2, tensor parallelism, and autopar3d.
 
-    bash examples/benchmarks/cluster.sh 8 200mbit python examples/benchmarks/peers.py run 512 --rate 200 --out 512.json
+    python examples/benchmarks/peers.py choose 512 --rate 200 --out 512.choice
+    bash examples/benchmarks/cluster.sh 8 200mbit python examples/benchmarks/peers.py run 512 --rate 200 \
+        --choice 512.choice --out 512.json
     python examples/benchmarks/peers.py report *.json
 
 Each system trains in its recommended form, with AdamW, from the same weights on the same global batch. Steps of all
 systems are interleaved, so that what else the machine does hits all of them. Rank 0 writes times, bytes that left its
 link, CPU seconds (the mean over ranks), the most bytes of tensors alive on any rank, and losses; `report` prints
-tables. Without a rate, links are those of one machine.
+tables. Without a rate, links are those of one machine. `choose` finds what `grid="auto"` takes, which needs no ranks
+and takes longer than the steps do; without a file of it, rank 0 does so while the others wait.
 """
 
 from __future__ import annotations
@@ -238,22 +241,40 @@ def text_of(grid: Grid) -> str:
     return f"{grid.x}x{grid.y}x{grid.z}{replicas}"
 
 
-def best(hidden: int, rate: float | None, lanes: int | str) -> tuple[Grid, str, int]:
-    """Grid, regather and lanes of the shortest predicted step; found by rank 0, the others need not plan too."""
-    choice: list[Any] = [None]
-    if dist.get_rank() == 0:
-        with torch.device("meta"):
-            model, batch = GPT(config_of(hidden)), tuple(torch.empty_like(x) for x in batch_of(hidden))
-        how = {"hardware": hardware_of(rate), "world_size": dist.get_world_size()}
-        plans = {r: autopar3d.plan(model, "auto", batch, regather=r, lanes=lanes, **how) for r in ("all", "none")}
-        regather = min(plans, key=lambda r: plans[r].seconds)
-        grid = Grid(*plans[regather].grid, replicas=plans[regather].replicas)
-        choice = [(grid, regather, plans[regather].lanes)]
+Choice = tuple[Grid, str, int]  # grid, regather, lanes
+
+
+def best(hidden: int, rate: float | None) -> Choice:
+    """Grid, regather and lanes of the shortest predicted step."""
+    with torch.device("meta"):
+        model, batch = GPT(config_of(hidden)), tuple(torch.empty_like(x) for x in batch_of(hidden))
+    how = {"hardware": hardware_of(rate), "world_size": 8, "lanes": "auto"}
+    plans = {r: autopar3d.plan(model, "auto", batch, regather=r, **how) for r in ("all", "none")}  # type: ignore[arg-type]
+    regather = min(plans, key=lambda r: plans[r].seconds)
+    plan = plans[regather]
+    return Grid(*plan.grid, replicas=plan.replicas), regather, plan.lanes
+
+
+def choose(arguments: argparse.Namespace) -> None:
+    grid, regather, lanes = best(arguments.hidden, arguments.rate)
+    chosen = {"grid": [grid.x, grid.y, grid.z], "replicas": grid.replicas, "regather": regather, "lanes": lanes}
+    Path(arguments.out).write_text(json.dumps({"hidden": arguments.hidden, "rate": arguments.rate, **chosen}))
+    print(chosen)
+
+
+def chosen(hidden: int, rate: float | None, file: str | None) -> Choice:
+    """What `choose` wrote, or else what rank 0 finds; the others need not plan too."""
+    if file is not None:
+        found = json.loads(Path(file).read_text())
+        if (found["hidden"], found["rate"]) != (hidden, rate):
+            raise SystemExit(f"{file} is for hidden {found['hidden']} and rate {found['rate']}; choose again")
+        return Grid(*found["grid"], replicas=found["replicas"]), found["regather"], found["lanes"]
+    choice: list[Any] = [best(hidden, rate) if dist.get_rank() == 0 else None]
     dist.broadcast_object_list(choice)
     return choice[0]
 
 
-def systems(hidden: int, rate: float | None, wanted: str) -> list[System]:
+def systems(hidden: int, rate: float | None, wanted: str, file: str | None) -> list[System]:
     found: list[tuple[str, Callable[[], System]]] = [
         ("ddp", lambda: ddp(hidden)),
         ("fsdp2", lambda: fsdp2(hidden)),
@@ -261,7 +282,7 @@ def systems(hidden: int, rate: float | None, wanted: str) -> list[System]:
         ("fsdp2xtp2", lambda: fsdp2_tp(hidden, 2)),
         ("fsdp2xtp4", lambda: fsdp2_tp(hidden, 4)),
     ]
-    choice: list[tuple[Grid, str, int]] = []
+    choice: list[Choice] = []
     for overlap in (True, False):
         end = "" if overlap else "-off"
         for grid in GRIDS:
@@ -272,7 +293,7 @@ def systems(hidden: int, rate: float | None, wanted: str) -> list[System]:
 
         def auto(overlap: bool = overlap) -> System:
             if not choice:
-                choice.append(best(hidden, rate, "auto"))
+                choice.append(chosen(hidden, rate, file))
             grid, regather, lanes = choice[0]
             made = ours(hidden, grid, rate, regather, overlap, lanes if overlap else 1)
             size = text_of(grid) + (", two lanes" if overlap and lanes == 2 else "")
@@ -299,7 +320,7 @@ def sent() -> int:
 def run(arguments: argparse.Namespace) -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
-    made = systems(arguments.hidden, arguments.rate, arguments.systems)
+    made = systems(arguments.hidden, arguments.rate, arguments.systems, arguments.choice)
     walls: dict[str, list[float]] = {s.name: [] for s in made}
     busy: dict[str, list[float]] = {s.name: [] for s in made}
     bytes_sent: dict[str, list[int]] = {s.name: [] for s in made}
@@ -376,9 +397,13 @@ def show(reports: list[dict[str, Any]]) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     commands = parser.add_subparsers(dest="command", required=True)
+    first = commands.add_parser("choose", help="what grid=auto takes, into a file")
     one = commands.add_parser("run", help="on every rank")
-    one.add_argument("hidden", type=int, choices=SHAPES)
-    one.add_argument("--rate", type=float, help="of the links, in Mbit/s: what plans are made for")
+    for command in (first, one):
+        command.add_argument("hidden", type=int, choices=SHAPES)
+        command.add_argument("--rate", type=float, help="of the links, in Mbit/s: what plans are made for")
+    first.add_argument("--out", required=True)
+    one.add_argument("--choice", help="the file that `choose` wrote")
     one.add_argument("--repeats", type=int, default=7)
     one.add_argument("--systems", default="all", help="such as ddp,tp,fsdp2xtp4,2x4x1,2x4x1-off,2x4x1-lanes,auto")
     one.add_argument("--out", help="where rank 0 writes JSON")
@@ -387,6 +412,8 @@ def main() -> None:
     arguments = parser.parse_args()
     if arguments.command == "run":
         run(arguments)
+    elif arguments.command == "choose":
+        choose(arguments)
     else:
         show([json.loads(Path(f).read_text()) for f in arguments.files])
 
