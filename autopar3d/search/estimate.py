@@ -24,8 +24,8 @@ from ..program import Program, region
 from ..redistribute import State, Transfer, route
 from ..rules import operands, results
 from .factors import Factors, is_getitem, producer
-from .readings import drops, gradients, readings, recomputed, regathered, values_of
-from .saved import is_view, saved_of
+from .readings import drops, gradients, readings, recomputed, regathered, saved, values_of
+from .saved import is_view
 from .strategies import given, needed
 
 
@@ -209,7 +209,7 @@ def saved_shards(
     for node, spec in factors.specs.items():
         if node not in grads:
             continue
-        kept_of = saved_of(node, tuple(o in grads for o in operands(node)))
+        kept_of = saved(program).of(node, tuple(o in grads for o in operands(node)))
         leaving = {producer(v)[1] for v in values_of(node) if v not in inner}
         for i, val in enumerate(results(node)):
             if i in kept_of.results and (i in leaving or region(node) is None) and val is not None:

@@ -20,8 +20,8 @@ from ..rules import operands, results
 from .bounded import solve_within
 from .factors import is_getitem, producer
 from .prices import price_table
-from .readings import drops, recomputed
-from .saved import is_view, saved_of
+from .readings import drops, recomputed, saved
+from .saved import is_view
 from .solver import Problem, Solution
 from .strategies import given
 from .walks import GATHER, GATHER_VARYING, REGROUP, Walks
@@ -76,7 +76,7 @@ class _Footprint:
         search, node = self.search, vertex[1]
         if node not in search.grads or region(node) is not None:
             return None
-        kept = saved_of(node, tuple(o in search.grads for o in operands(node)))
+        kept = saved(search.program).of(node, tuple(o in search.grads for o in operands(node)))
         values = {producer(v)[1]: v for v in ([u for u in node.users if is_getitem(u)] or [node])}
         read = {i for i, v in values.items() if any(s in search.regathered for s in search.slots.get(v, ()))}
         own = sorted(kept.results - read)

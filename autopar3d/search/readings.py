@@ -13,7 +13,7 @@ from torch.fx import Node
 from ..program import Program, region
 from ..rules import OpSpec, operands
 from .factors import is_getitem
-from .saved import Saved, is_view, saved_of, saved_operands
+from .saved import Probes, Saved, is_view
 
 T = TypeVar("T")
 
@@ -50,11 +50,20 @@ def recomputed(program: Program) -> set[Node]:
     return _once(program, _recomputed)
 
 
+def saved(program: Program) -> Probes:
+    """What autograd keeps of the program's ops."""
+    return _once(program, _probes)
+
+
 def _once(program: Program, analysis: Callable[[Program], T]) -> T:
     if analysis.__name__ not in program.found:
         program.found[analysis.__name__] = analysis(program)
     found: T = program.found[analysis.__name__]
     return found
+
+
+def _probes(program: Program) -> Probes:
+    return Probes()
 
 
 def _gradients(program: Program) -> set[Node]:
@@ -92,17 +101,17 @@ def _readings(program: Program) -> dict[Node, list[Slot]]:
 
 def _regathered(program: Program) -> set[Slot]:
     grads, slots, inner = gradients(program), readings(program), recomputed(program)
-    found: set[Slot] = set()
+    kept, found = saved(program), set[Slot]()
     alive: set[Node] = set()  # values with such a reading
     for node in reversed(program.graph.graph.nodes):
         for slot in slots.get(node, ()):
             reader = slot.reader
             if reader is None:
                 continue
-            saves = reader in grads and slot.operand in saved_operands(reader, _flags(reader, grads))
+            saves = reader in grads and slot.operand in kept.of(reader, _flags(reader, grads)).operands
             if not saves and slot.operand == 0 and is_view(reader):
                 saves = any(o in alive for o in values_of(reader))
-            if saves or _again(reader, grads, inner, alive):
+            if saves or _again(reader, grads, inner, alive, kept):
                 found.add(slot)
                 alive.add(node)
     return found
@@ -131,13 +140,13 @@ def values_of(op: Node) -> list[Node]:
     return [user for user in op.users if is_getitem(user)] or [op]
 
 
-def _again(op: Node, grads: set[Node], inner: set[Node], alive: set[Node]) -> bool:
+def _again(op: Node, grads: set[Node], inner: set[Node], alive: set[Node], probes: Probes) -> bool:
     """Whether an op is computed again in backward."""
     if region(op) is None:
         return False
     if any(v in alive and v in inner for v in values_of(op)):
         return True
-    kept = saved_of(op, _flags(op, grads)) if op in grads else Saved()
+    kept = probes.of(op, _flags(op, grads)) if op in grads else Saved()
     return bool(kept.hidden) or (bool(kept.results) and any(v in inner for v in values_of(op)))
 
 

@@ -29,22 +29,20 @@ class Saved(NamedTuple):
     hidden: int = 0
 
 
-_cache: dict[Any, Saved] = {}
+class Probes:
+    """Answers of autograd, each asked for once: one for a program (see `readings.saved`)."""
 
+    def __init__(self) -> None:
+        self._known: dict[Any, Saved] = {}
 
-def saved_operands(node: Node, grads: tuple[bool, ...]) -> frozenset[int]:
-    """Numbers of the operands that autograd saves for the backward of this op; `grads`: which have a gradient."""
-    return saved_of(node, grads).operands
-
-
-def saved_of(node: Node, grads: tuple[bool, ...]) -> Saved:
-    """All that autograd saves for the backward of this op; `grads`: which operands have a gradient."""
-    if not any(grads):
-        return Saved()
-    key = (node.target, grads, _signature(node.args), _signature(node.kwargs))
-    if key not in _cache:
-        _cache[key] = _probe(node, grads)
-    return _cache[key]
+    def of(self, node: Node, grads: tuple[bool, ...]) -> Saved:
+        """All that autograd saves for the backward of this op; `grads`: which operands have a gradient."""
+        if not any(grads):
+            return Saved()
+        key = (node.target, grads, _signature(node.args), _signature(node.kwargs))
+        if key not in self._known:
+            self._known[key] = _probe(node, grads)
+        return self._known[key]
 
 
 def _signature(x: Any) -> str:
