@@ -11,6 +11,7 @@ from typing import Any
 import hypothesis
 import pytest
 import torch
+import torch.distributed as dist
 
 from autopar3d.errors import RankError
 from autopar3d.ranks.launch import Pool
@@ -74,6 +75,15 @@ class SteadyPool(Pool):
                 raise
             print(f"once more, after {error}")
             return super().run(fn, *args, **kwargs)
+
+
+@pytest.fixture(autouse=True)
+def _no_group_left() -> Iterator[None]:
+    """A process group that a test leaves behind would be what the next test's `compile` finds."""
+    yield
+    if dist.is_initialized():
+        dist.destroy_process_group()
+        pytest.fail("the test left a process group behind")
 
 
 @pytest.fixture(scope="session")
