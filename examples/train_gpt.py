@@ -55,6 +55,11 @@ def parse() -> argparse.Namespace:
         parser.error(f"--grid {options.grid}: give three sizes, as in 2,2,2")
     if len(options.grid) != 3 or min(options.grid) < 1:
         parser.error(f"--grid {options.grid}: give three sizes of 1 and more, as in 2,2,2")
+    for name in ("steps", "batch", "seq", "hidden", "layers", "heads"):
+        if getattr(options, name) < 1:
+            parser.error(f"--{name} {getattr(options, name)}: give a whole number of at least 1")
+    if options.plot is not None and not options.plot.resolve().parent.is_dir():
+        parser.error(f"--plot {options.plot}: there is no folder {options.plot.parent}")
     if options.device == "cuda" and "RANK" not in os.environ:
         parser.error("--device cuda needs one process per GPU: start this script with torchrun")
     return options

@@ -57,6 +57,10 @@ def with_dropout():
     return nn.Sequential(model(), nn.Dropout(0.5)), x
 
 
+def listed():
+    return model(), {"input": x}, ["more"]
+
+
 def number():
     return 3
 
@@ -120,6 +124,8 @@ def test_simulate_compares_with_one_device(source: str, capsys: pytest.CaptureFi
     ("arguments", "message"),
     [
         (["plan", "{}:alone"], "returned a model and no inputs"),
+        (["plan", "{}:listed"], "kwargs of type list; args is a tuple"),
+        (["plan", "/tmp:make"], "/tmp is a folder; the model comes from a file in it"),
         (["plan", "{}:number"], "returned (int); it must return model, (model, args)"),
         (["plan", "{}:missing"], "has no function 'missing'; it has model, alone, pair"),
         (["plan", "{}:broken"], "raised RuntimeError: mat1 and mat2 shapes cannot be multiplied"),
@@ -144,7 +150,7 @@ def test_mistakes_are_told_in_lines(
     assert message in err and not out
     assert "Traceback" not in err and err.startswith("autopar3d: ")
     if message.startswith("raised RuntimeError"):
-        assert "models_of_mine.py:50 (`return model(), torch.ones(8, 8) @ torch.ones(3, 3)`)" in err
+        assert "models_of_mine.py:54 (`return model(), torch.ones(8, 8) @ torch.ones(3, 3)`)" in err
     assert main([*arguments, "--debug"]) == 1
     assert "Traceback (most recent call last)" in capsys.readouterr().err
 
@@ -158,6 +164,8 @@ def test_mistakes_are_told_in_lines(
         (["plan", "a.py:make"], "required: --grid"),
         (["plan", "a.py:make", "--grid", "2,2"], "'2,2' is not a grid: give three sizes, as in 4,2,1, or auto"),
         (["plan", "a.py:make", "--grid", "2,2,2", "--world-size", "0"], "'0' is not a whole number of at least 1"),
+        (["plan", "a.py:make", "--grid", "2,2,2", "--html", "no/where.html"], "there is no folder 'no'"),
+        (["calibrate", "/tmp"], "'/tmp' is a folder: give the name of a file in it"),
     ],
 )
 def test_a_wrong_command_line_is_two(arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:

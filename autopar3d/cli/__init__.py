@@ -40,7 +40,10 @@ def _failed(error: BaseException, *, debug: bool, bug: bool = False) -> int:
         traceback.print_exception(error)
         return 1
     kind = "" if isinstance(error, MakeError) else f"{type(error).__name__}: "
-    print(f"autopar3d: {kind}{error}", file=sys.stderr)
+    message = f"{kind}{error}"
+    if isinstance(error, OSError) and error.filename is not None:
+        message = f"{error.filename}: {error.strerror}"
+    print(f"autopar3d: {message}", file=sys.stderr)
     if bug:
         frame = traceback.extract_tb(error.__traceback__)[-1]
         print(

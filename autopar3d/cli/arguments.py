@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import argparse
+import os
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 _SOURCE = """\
@@ -60,8 +62,8 @@ def parser() -> argparse.ArgumentParser:
     _model_arguments(plan)
     _precision(plan)
     plan.add_argument("--json", action="store_true", help="print the plan as JSON instead; Plan.load reads it")
-    plan.add_argument("--html", metavar="FILE", help="write the plan as a page, with pictures, to FILE")
-    plan.add_argument("--save", metavar="FILE", help="write the plan, as JSON, to FILE")
+    plan.add_argument("--html", type=_file, metavar="FILE", help="write the plan as a page, with pictures, to FILE")
+    plan.add_argument("--save", type=_file, metavar="FILE", help="write the plan, as JSON, to FILE")
 
     check = command("check", _check, "say what would go wrong, or be slow, on a grid; needs no devices")
     _model_arguments(check)
@@ -75,7 +77,7 @@ def parser() -> argparse.ArgumentParser:
     simulate.add_argument("--json", action="store_true", help="print the result as JSON instead")
 
     calibrate = command("calibrate", _calibrate, "measure this machine and save a profile, which --hardware takes")
-    calibrate.add_argument("path", metavar="FILE", help="where to save the profile")
+    calibrate.add_argument("path", type=_file, metavar="FILE", help="where to save the profile")
     calibrate.add_argument(
         "--grid", type=_grid, default=(2, 2, 2), metavar="X,Y,Z", help="axes to measure (default: 2,2,2)"
     )
@@ -140,6 +142,18 @@ def _grid(text: str) -> tuple[int, int, int] | str:
     except ValueError:
         raise argparse.ArgumentTypeError(f"{text!r} is not a grid: give three sizes, as in 4,2,1, or auto") from None
     return x, y, z
+
+
+def _file(text: str) -> str:
+    """A file to write: told before the minutes that what goes into it may take."""
+    path = Path(text)
+    if path.is_dir():
+        raise argparse.ArgumentTypeError(f"{text!r} is a folder: give the name of a file in it")
+    if not path.parent.is_dir():
+        raise argparse.ArgumentTypeError(f"{text!r} cannot be written: there is no folder {str(path.parent)!r}")
+    if not os.access(path if path.exists() else path.parent, os.W_OK):
+        raise argparse.ArgumentTypeError(f"{text!r} cannot be written: permission denied")
+    return text
 
 
 def _count(text: str) -> int:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import importlib.util
 import inspect
+import os
 import sys
 import traceback
 from collections.abc import Callable, Mapping
@@ -53,6 +54,10 @@ def load(source: str) -> Callable[[], Made]:
 
 
 def _module(where: str) -> Any:
+    if Path(where).is_dir() and os.sep in where:
+        raise MakeError(
+            f"{where} is a folder; the model comes from a file in it, as in {Path(where) / 'model.py'}:make"
+        )
     if not where.endswith(".py"):
         sys.path[:0] = [""]
         try:
@@ -96,14 +101,15 @@ def _made(source: str, value: Any) -> Made:
         raise MakeError(f"{source} returned ({got}); it must return {_FORMS}")
     parts += [None] * (4 - len(parts))
     model, args, kwargs, loss_fn = parts
+    kwargs = {} if kwargs is None else kwargs
     if isinstance(args, Tensor):
         args = (args,)
-    elif isinstance(args, Mapping):  # a batch, as a HuggingFace model is called with it
-        kwargs = {**args, **(kwargs or {})}
+    elif isinstance(args, Mapping) and isinstance(kwargs, Mapping):  # a batch, as a HuggingFace model is called with it
+        kwargs = {**args, **kwargs}
         args = ()
     elif args is None:
         args = ()
-    if not isinstance(args, (tuple, list)) or not isinstance(kwargs or {}, Mapping):
+    if not isinstance(args, (tuple, list)) or not isinstance(kwargs, Mapping):
         raise MakeError(
             f"{source} returned args of type {type(args).__name__} and kwargs of type {type(kwargs).__name__}; "
             "args is a tuple of the call's positional arguments, kwargs a dict"
@@ -115,4 +121,4 @@ def _made(source: str, value: Any) -> Made:
             f"{source} returned a model and no inputs. Layouts depend on shapes: return (model, args), with args the "
             "tuple of a call's positional arguments, of global shape; meta tensors do"
         )
-    return Made(model, tuple(args), dict(kwargs or {}), loss_fn)
+    return Made(model, tuple(args), dict(kwargs), loss_fn)

@@ -110,26 +110,26 @@ def timeline(recording: Recording) -> str:
 def memory(recording: Recording) -> str:
     """Bytes alive over time, with the peak named."""
     total, peak = recording.seconds or 1.0, max(1, recording.peak_bytes)
-    scale, high = (_WIDTH - _LEFT) / total, 140
+    scale, top, bottom = (_WIDTH - _LEFT) / total, 24, 164  # above is room for the peak's label
     points, before = [], 0
     for at, held in recording.memory:
         x = _LEFT + at * scale
         points += [(x, before), (x, held)]
         before = held
     points.append((_LEFT + total * scale, before))
-    shown = _thinned([(x, high + 14 - high * n / peak) for x, n in points])
+    shown = _thinned([(x, bottom - (bottom - top) * n / peak) for x, n in points])
     path = " ".join(f"{x:.1f},{y:.1f}" for x, y in shown)
-    top = max(recording.memory, key=lambda m: m[1])
-    edge = _LEFT + top[0] * scale
+    edge = _LEFT + max(recording.memory, key=lambda m: m[1])[0] * scale
     anchor = "end" if edge > _WIDTH / 2 else "start"
     return (
         f'<svg class="ap3d-memory" role="img" aria-label="memory over a step, at most {byte_text(peak)}" '
-        f'viewBox="0 0 {_WIDTH} {high + 40}"><text x="0" y="24">{byte_text(peak)}</text><text x="0" y="{high + 14}">0'
-        f'</text><polygon points="{_LEFT},{high + 14} {path} {_WIDTH},{high + 14}" fill="{COLOURS["other"]}" '
+        f'viewBox="0 0 {_WIDTH} {bottom + 26}"><text x="0" y="{top + 6}">{byte_text(peak)}</text>'
+        f'<text x="0" y="{bottom}">0</text>'
+        f'<polygon points="{_LEFT},{bottom} {path} {_WIDTH},{bottom}" fill="{COLOURS["other"]}" '
         f'fill-opacity="0.35"/><polyline points="{path}" fill="none" stroke="var(--curve)" stroke-width="1.5"/>'
-        f'<circle cx="{edge:.1f}" cy="14" r="4" fill="{COLOURS["all_to_all"]}"/><text x="{edge:.1f}" y="10" '
+        f'<circle cx="{edge:.1f}" cy="{top}" r="4" fill="{COLOURS["all_to_all"]}"/><text x="{edge:.1f}" y="10" '
         f'dx="{-8 if anchor == "end" else 8}" text-anchor="{anchor}">peak {byte_text(peak)}</text>'
-        f"{_ticks(total, scale, high + 14)}</svg>"
+        f"{_ticks(total, scale, bottom)}</svg>"
     )
 
 
@@ -165,14 +165,16 @@ def _ticks(total: float, scale: float, at: float) -> str:
 
 
 def _thinned(points: list[tuple[float, float]]) -> list[tuple[float, float]]:
-    """At most some points for each unit of width: the highest and the lowest."""
+    """At most four points for each unit of width: the first, the lowest, the highest and the last; steps stay steps."""
     if len(points) <= 2 * _WIDTH:
         return points
     found: list[tuple[float, float]] = []
     column: list[tuple[float, float]] = []
     for point in points:
         if column and int(point[0]) != int(column[0][0]):
-            found += sorted({min(column, key=lambda p: p[1]), max(column, key=lambda p: p[1]), column[-1]})
+            heights = [y for _, y in column]
+            kept = {0, len(column) - 1, heights.index(min(heights)), heights.index(max(heights))}
+            found += [column[i] for i in sorted(kept)]
             column = []
         column.append(point)
     return found + column

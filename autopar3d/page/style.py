@@ -20,6 +20,7 @@ STYLE = """
 .ap3d th, .ap3d td { text-align: left; padding: 3px 12px 3px 0; vertical-align: top;
   border-bottom: 1px solid var(--line); color: inherit; background: none }
 .ap3d th { font-weight: 600; color: var(--faint) } .ap3d td.ap3d-n, .ap3d th.ap3d-n { text-align: right }
+.ap3d td.ap3d-n { white-space: nowrap }
 .ap3d code { font: 13px/1.4 ui-monospace, "DejaVu Sans Mono", monospace; overflow-wrap: anywhere }
 .ap3d .ap3d-cube { display: flex; flex-wrap: wrap; gap: 24px; align-items: center }
 .ap3d svg { display: block; max-width: 100% } .ap3d svg text { fill: var(--ink); font-size: 12px }

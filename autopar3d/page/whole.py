@@ -57,7 +57,7 @@ def tiles(plan: Plan) -> str:
     """The numbers that matter most."""
     exposed = sum(plan.exposed.values())
     kept = ("parameters", "gradients", "optimizer", "activations")
-    share = f"{plan.flops / plan.ideal_flops:.2f} of an even share" if plan.ideal_flops else "-"
+    share = f"{plan.flops / plan.ideal_flops:.2f} × an even share" if plan.ideal_flops else "-"
     numbers = {
         "predicted step": second_text(plan.seconds),
         "compute": second_text(plan.compute),
@@ -73,7 +73,8 @@ def tiles(plan: Plan) -> str:
 def _memory(plan: Plan) -> str:
     names = {"optimizer": "AdamW", "activations": "saved for backward"}
     header = tuple(names.get(k, k) for k, n in plan.memory.items() if n)
-    return table(header, [tuple(byte_text(n) for n in plan.memory.values() if n)])
+    row = tuple(byte_text(n) for n in plan.memory.values() if n)
+    return table(header, [row], right=tuple(range(len(row))))
 
 
 def _traffic(plan: Plan) -> str:

@@ -36,6 +36,9 @@ for all. The grid is {grid}, {where}. Made on {date} with torch {torch} by
 
     {command}
 
+That is a smaller model than the default of `examples/train_gpt.py` (hidden 128, 64 characters), at a higher rate than
+its 0.001: more is learned in as many seconds.
+
 ![loss curves](learning_curve.png)
 
 {table}
