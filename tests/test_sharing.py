@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
 import autopar3d
@@ -43,13 +42,6 @@ def simulated(grid: tuple[int, int, int]) -> Callable[[], Any]:
 
 def grads(module: Any) -> list[Tensor]:
     return [p.grad.full_tensor() if hasattr(p.grad, "full_tensor") else p.grad for p in module.parameters()]
-
-
-@pytest.fixture(scope="module", autouse=True)
-def no_group_is_left() -> Iterator[None]:
-    """A rank alone makes a process group of its own: other tests in this process are to find none."""
-    yield
-    dist.destroy_process_group()
 
 
 MAKERS = [a_rank, simulated((1, 1, 1)), simulated((1, 2, 2))]
